@@ -104,7 +104,7 @@ Choice = Annotated[Literal["auto", "on", "off"], BeforeValidator(_word_of)]
 
 
 class DTensorConfig(Section):
-    """The DTensor worker: FSDP2 over data x context parallel ranks, with tensor parallelism."""
+    """The DTensor worker: FSDP2 over data x context parallel ranks, or copies of it, with tensor parallelism."""
 
     enabled: bool = True
     """Train with it; false where `policy.megatron_cfg.enabled` is true."""
@@ -112,6 +112,10 @@ class DTensorConfig(Section):
     """Ranks that share every weight matrix, and the experts of a mixture."""
     context_parallel_size: PositiveInt = 1
     """Ranks that share every sequence."""
+    replicate_size: PositiveInt = 1
+    """Copies of the weights' shards (HSDP): data x context ranks are parted into so many groups, each of which shards
+    all weights, gradients and optimizer state over its own ranks; gradients are reduced within a group, then over the
+    copies. The size of a node's ranks per group keeps the gathers of weights off the network."""
     sequence_parallel: bool = False
     """Split activations between the blocks over the tensor-parallel ranks; needs `tensor_parallel_size` above 1."""
     custom_parallel_plan: dict[str, str] | ImportPath | None = None

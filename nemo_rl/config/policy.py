@@ -74,6 +74,8 @@ class ParallelSizes:
     """Ranks that share the experts of a mixture, some whole experts each."""
     expert_tensor: int = 1
     """Ranks that share every weight matrix of an expert."""
+    copies: int = 1
+    """Groups of data x context ranks that hold all weights each, where the DTensor worker shards them."""
     sequence_parallel: bool = False
     """Activations between the blocks are split over the tensor axis along the sequence."""
 
@@ -282,6 +284,7 @@ class PolicyConfig(Section):
             tensor=sizes.tensor_parallel_size,
             context=sizes.context_parallel_size,
             expert_tensor=sizes.tensor_parallel_size,
+            copies=sizes.replicate_size,
             sequence_parallel=sizes.sequence_parallel,
         )
 

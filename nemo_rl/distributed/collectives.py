@@ -526,26 +526,36 @@ class ParallelGroups:
 
     context: dist.ProcessGroup | None
     fsdp_mesh: DeviceMesh
-    """Data x context ranks, which share the weights' shards; one-dimensional."""
+    """Data x context ranks, over which gradients are averaged: the ranks that share one copy of the weights, or copies
+    by such ranks."""
+    shard_group: dist.ProcessGroup
+    """Data x context ranks that share this rank's copy of the weights."""
     tensor_mesh: DeviceMesh | None
     """The mesh of the tensor axis, or None without tensor parallelism."""
 
     @classmethod
     def build(cls, layout: ParallelLayout, *, rank: int, device: torch.device) -> ParallelGroups:
         """(collective: every rank of the job, with the same layout) Make all groups at once."""
-        if layout.tp == 1:
-            mesh = DeviceMesh.from_group(_world(), device.type, mesh_dim_names=("fsdp",))
-            tensor_mesh = None
+        shape = torch.arange(layout.world_size).view(layout.copies, layout.weight_shards, layout.tp)
+        sizes = dict(zip(("copy", "fsdp", "tp"), shape.shape, strict=True))
+        kept = [name for name, size in sizes.items() if size > 1 or name == "fsdp"]
+        groups = [_group(rank, _along(shape, list(sizes).index(name))) for name in kept]
+        if len(kept) == 1:
+            mesh = DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=("fsdp",))
         else:
-            shape = torch.arange(layout.world_size).view(-1, layout.tp)
-            groups = [_group(rank, shape.t().tolist()), _group(rank, shape.tolist())]
-            both = DeviceMesh.from_group(groups, device.type, mesh=shape, mesh_dim_names=("fsdp", "tp"))
-            mesh, tensor_mesh = both["fsdp"], both["tp"]
+            grid = shape.view([sizes[name] for name in kept])
+            mesh = DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=tuple(kept))
         return cls(
             context=_group(rank, layout.context_groups()) if layout.cp > 1 else None,
-            fsdp_mesh=mesh,
-            tensor_mesh=tensor_mesh,
+            fsdp_mesh=mesh["copy", "fsdp"] if "copy" in kept else mesh["fsdp"],
+            shard_group=groups[kept.index("fsdp")],
+            tensor_mesh=mesh["tp"] if "tp" in kept else None,
         )
+
+
+def _along(shape: torch.Tensor, axis: int) -> list[list[int]]:
+    """Return the ranks that differ in one axis only."""
+    return [list(map(int, ranks)) for ranks in shape.movedim(axis, -1).flatten(0, -2).tolist()]
 
 
 def _group(rank: int, buckets: list[list[int]]) -> dist.ProcessGroup:

@@ -45,6 +45,9 @@ class ParallelLayout:
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    copies: int = 1
+    """Groups of neighbouring data x context ranks, each of which holds all weights in shards; 1 where the Megatron
+    worker trains."""
     sequence_parallel: bool = False
     """Activations between the blocks are split over the tensor axis along the sequence."""
 
@@ -56,6 +59,7 @@ class ParallelLayout:
         tp: int = 1,
         cp: int = 1,
         pp: int = 1,
+        copies: int = 1,
         sequence_parallel: bool = False,
         section: str = "policy.dtensor_cfg",
     ) -> ParallelLayout:
@@ -65,7 +69,8 @@ class ParallelLayout:
             section: where the sizes are set, for the error.
 
         Raises:
-            ConfigError: the ranks do not divide by tensor x context x pipeline parallel size.
+            ConfigError: the ranks do not divide by tensor x context x pipeline parallel size, or data x context ranks
+                by the copies.
         """
         if world_size % (tp * cp * pp):
             raise ConfigError(
@@ -73,7 +78,12 @@ class ParallelLayout:
                 f"{section} or cluster.gpus_per_node and cluster.num_nodes"
             )
         dp = world_size // (tp * cp * pp)
-        return cls(dp=dp, cp=cp, tp=tp, pp=pp, sequence_parallel=sequence_parallel and tp > 1)
+        if dp * cp % copies:
+            raise ConfigError(
+                f"{dp * cp} data x context parallel ranks do not divide into {copies} copies of the weights; change "
+                f"{section}.replicate_size"
+            )
+        return cls(dp=dp, cp=cp, tp=tp, pp=pp, copies=copies, sequence_parallel=sequence_parallel and tp > 1)
 
     @classmethod
     def of_policy(cls, policy: PolicyConfig, *, world_size: int) -> ParallelLayout:
@@ -88,6 +98,7 @@ class ParallelLayout:
             tp=sizes.tensor,
             cp=sizes.context,
             pp=sizes.pipeline,
+            copies=sizes.copies,
             sequence_parallel=sizes.sequence_parallel,
             section=policy.parallel_section,
         )
@@ -109,6 +120,11 @@ class ParallelLayout:
     def _stage_size(self) -> int:
         """Ranks that share one data-parallel shard in one pipeline stage."""
         return self.cp * self.tp
+
+    @property
+    def weight_shards(self) -> int:
+        """Data x context ranks over which the DTensor worker shards one copy of the weights."""
+        return self.dp * self.cp // self.copies
 
     @property
     def length_multiple(self) -> int:

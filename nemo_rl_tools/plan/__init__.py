@@ -223,15 +223,17 @@ def _pass(setting: PlanSetting, gpu: GPU, batches: Batches, part: WorkerPass) ->
 def _collective_s(setting: PlanSetting, gpu: GPU, sent: float) -> float:
     """Return the seconds for bytes that each rank gets from its peers of the data and context axes."""
     layout, cluster = setting.layout, setting.config.cluster
-    shards = layout.dp * layout.cp
+    # Copies of the weights add a sum of shards of gradients, which is small beside their gathers.
+    shards = layout.weight_shards
     if shards == 1:
         return 0.0
     inside = sent * (shards - 1) / shards / gpu.link_rate
     # What enters a node once is passed on inside; all its cards take a part.
     groups = min(layout.tp, cluster.gpus_per_node)
     crossing = sent * groups * (1 - 1 / cluster.num_nodes) / (cluster.gpus_per_node * gpu.network_rate)
-    # A pipeline's stages may be nodes: then peers are neighbours.
-    return max(inside, crossing if layout.pp == 1 else 0.0)
+    # A pipeline's stages may be nodes, as may the ranks of a copy of the weights: then peers are neighbours.
+    is_on_one_node = layout.copies > 1 and shards * layout.tp <= cluster.gpus_per_node
+    return max(inside, crossing if layout.pp == 1 and not is_on_one_node else 0.0)
 
 
 FORMAT_VERSION = 1

@@ -107,7 +107,8 @@ def rest_memory(setting: PlanSetting, weights: list[LocalWeight], *, num_microba
 
 def gathered_weights(setting: PlanSetting, weights: list[LocalWeight]) -> GatheredBytes:
     """Return the gathered weights of a rank; nothing where no weight is shared between passes."""
-    if setting.is_megatron:
+    is_alone = setting.gpu is None and setting.layout.world_size == 1 and setting.policy.precision == "float32"
+    if setting.is_megatron or is_alone:
         return NOTHING_GATHERED
     units, trained = dict[int, int](), dict[int, int]()
     for weight in weights:
@@ -141,7 +142,7 @@ def _of_dtensor(setting: PlanSetting) -> Iterator[LocalWeight]:
                 )
             shape[dim] //= layout.tp
         rows, rest = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-        at_rest = math.ceil(rows / (layout.dp * layout.cp)) * rest
+        at_rest = math.ceil(rows / layout.weight_shards) * rest
         yield LocalWeight(
             name=name,
             unit=units.get(name, ROOT),
@@ -218,7 +219,7 @@ def _adapters(setting: PlanSetting, stage: int) -> Iterator[LocalWeight]:
         held = setting.layers_of(stage)
         units = {name: unit for name, unit in units.items() if unit in held}
     splits = _megatron_splits(setting) if setting.is_megatron else _dtensor_splits(setting)
-    shards = 1 if setting.is_megatron else layout.dp * layout.cp
+    shards = 1 if setting.is_megatron else layout.weight_shards
     for name, info in infos.items():
         layer, matrix = name.removesuffix(".weight").rsplit(".", 1)
         if setting.is_megatron and layer not in units:

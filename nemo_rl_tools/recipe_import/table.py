@@ -213,7 +213,9 @@ _DTENSOR: Table = {
     "policy.dtensor_cfg.expert_parallel_size": not_supported(
         "the DTensor worker splits experts over its tensor axis; the Megatron worker has an expert axis", off=(None, 1)
     ),
-    "policy.dtensor_cfg.dp_replicate_size": not_supported("FSDP2 shards over all data-parallel ranks", off=(None, 1)),
+    "policy.dtensor_cfg.dp_replicate_size": moved(
+        "policy.dtensor_cfg.replicate_size", convert=lambda value: value or 1, why="null: one copy"
+    ),
     "policy.dtensor_cfg.defer_fsdp_grad_sync": no_effect("gradients are reduced once, after the last microbatch"),
     "policy.dtensor_cfg.clear_cache_every_n_steps": no_effect(SPEED),
 }

@@ -81,6 +81,7 @@ def small_layout(real: ParallelSizes, workers: int, *, max_workers: int) -> Smal
             fewest *= KEPT
         else:
             reduced.append(f"data parallel: {fewest * KEPT} processes are more than {max_workers}")
+    sizes = replace(sizes, copies=math.gcd(real.copies, fewest // (sizes.tensor * sizes.pipeline), KEPT))
     return SmallLayout(sizes=sizes, workers=fewest, real=real, real_workers=workers, reduced=tuple(reduced))
 
 
@@ -243,10 +244,11 @@ def _layout(changes: Changes, config: MasterConfig, layout: SmallLayout, num_lay
     changes.set_all("cluster", {"address": None, "num_cpus": None, "threads_per_worker": 1}, ONE_MACHINE)
     changes.cap("cluster.stage_timeout_s", STAGE_S, "a layout that hangs ends")
     changes.cap("cluster.collective_timeout_s", COLLECTIVE_S, "a layout that hangs ends")
-    same = {"context_parallel_size": sizes.context, "sequence_parallel": sizes.sequence_parallel}
+    same: dict[str, object] = {"context_parallel_size": sizes.context, "sequence_parallel": sizes.sequence_parallel}
     if not policy.megatron_cfg.enabled:
         section = "policy.dtensor_cfg"
-        changes.set_all(section, {"tensor_parallel_size": sizes.tensor, **same}, TWO)
+        same |= {"tensor_parallel_size": sizes.tensor, "replicate_size": sizes.copies}
+        changes.set_all(section, same, TWO)
         changes.set(f"{section}.cpu_offload", False, NO_GPU)
         return
     axes: dict[str, object] = {

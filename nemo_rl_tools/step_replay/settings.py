@@ -195,7 +195,7 @@ def _problems(path: Path, overrides: Sequence[str]) -> list[str]:
 def _alone(policy: PolicyConfig) -> PolicyConfig:
     """Every parallel size 1."""
     dtensor = policy.dtensor_cfg.model_copy(
-        update={"tensor_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False}
+        update={"tensor_parallel_size": 1, "context_parallel_size": 1, "replicate_size": 1, "sequence_parallel": False}
     )
     megatron = policy.megatron_cfg.model_copy(
         update={

@@ -82,6 +82,7 @@ class Case:
     ep: int = 1
     etp: int | None = None
     sp: bool = False
+    copies: int = 1
     engine: str = "dtensor"
     """`dtensor` or `megatron`."""
     batching: str = "packed"
@@ -108,6 +109,7 @@ class Case:
     def __str__(self) -> str:
         axes = f"tp{self.tp}cp{self.cp}{'sp' if self.sp else ''}"
         axes += "".join(f"{name}{size}" for name, size in (("pp", self.pp), ("ep", self.ep)) if size > 1)
+        axes += f"copies{self.copies}" if self.copies > 1 else ""
         axes += f"etp{self.etp}" if self.etp is not None else ""
         extra = {True: "-recompute", False: "", "selective": "-selective"}[self.recompute]
         extra += "-compiled" if self.compiled else ""
@@ -263,6 +265,7 @@ def policy_of(case: Case, folder: Path) -> PolicyConfig:
     sizes = DTensorConfig(
         tensor_parallel_size=case.tp,
         context_parallel_size=case.cp,
+        replicate_size=case.copies,
         sequence_parallel=case.sp,
         activation_checkpointing=case.recompute,
         compile="on" if case.compiled else "off",

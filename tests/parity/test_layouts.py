@@ -100,11 +100,17 @@ TWO = pairwise(cases_of_two(), AXES, kept=[*HONEST, ONE_MICROBATCH, *OTHER_LOSSE
 FOUR = [
     Case(family="llama", tp=2, cp=2, sp=True, recompute="selective"),
     Case(family="qwen2", tp=2, batching="fixed", capacity=2),
+    Case(family="qwen3", copies=2, capacity=48),
+    Case(family="qwen3_moe", copies=2, cp=2, capacity=48, recompute=True),
+    Case(family="llama", copies=2, tp=2, sp=True, capacity=40),
 ]
 """Of `make test`."""
 SAVED = {"sharded": Case(family="qwen3"), "split": Case(family="qwen3", tp=2)}
 LOADED_BY_TWO = {"sharded": SAVED["split"], "split": SAVED["sharded"]}
-LOADED_BY_FOUR = {"sharded": Case(family="qwen3", batching="fixed", capacity=1), "split": Case(family="qwen3", tp=2)}
+LOADED_BY_FOUR = {
+    "sharded": Case(family="qwen3", copies=2, batching="fixed", capacity=1),
+    "split": Case(family="qwen3", tp=2),
+}
 
 
 def compiled_ranks(rank: int, cases: list[Case], folders: Folders) -> dict[str, Outcome]:

@@ -238,6 +238,7 @@ def _tiny(config: PolicyConfig, *, packed: bool, **split: Any) -> PolicyConfig:
                 "cpu_offload": False,
                 "tensor_parallel_size": 1,
                 "context_parallel_size": 1,
+                "replicate_size": 1,
                 "sequence_parallel": False,
                 **split,
             }

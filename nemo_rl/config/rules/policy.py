@@ -94,6 +94,16 @@ def rule_parallel_sizes_divide_the_workers(config: MasterConfig) -> Iterator[str
     )
 
 
+def rule_copies_divide_the_data_and_context_ranks(config: MasterConfig) -> Iterator[str]:
+    sizes, workers = config.policy.parallel_sizes, config.cluster.num_workers
+    ranks = workers // (sizes.tensor * sizes.pipeline)
+    if workers % sizes.replica_size == 0 and ranks % sizes.copies:
+        yield (
+            f"policy.dtensor_cfg.replicate_size: {sizes.copies} copies of the weights do not divide {ranks} data x "
+            f"context parallel ranks; set it to a divisor of {ranks}"
+        )
+
+
 # ---- batches
 
 

@@ -234,7 +234,7 @@ class PolicyModel(torch.nn.Module):
 def parallelize(
     hf: PreTrainedModel, *, groups: ParallelGroups, config: PolicyConfig, source: WeightSource
 ) -> PolicyModel:
-    """Split the model over the tensor axis and shard it over data x context ranks (collective).
+    """Split the model over the tensor axis and shard it over data x context ranks, or copies of it (collective).
 
     A single rank on a CPU in float32 has no shards: FSDP would copy each weight before and each gradient after its use.
     Parameters are on the meta device, and stay there. They are float32; with another precision they are cast for
@@ -300,10 +300,12 @@ def _split_over_tensor_axis(hf: PreTrainedModel, groups: ParallelGroups, config:
     return VocabShard(group=axis.group, first=axis.rank * (weight.shape[0] // axis.size))
 
 
-def reduce_gradients(model: PolicyModel, is_on: bool) -> None:
-    """Let backward passes from here on reduce gradients over the ranks, or add them up on each one."""
+def reduce_gradients(model: PolicyModel, *, over_shards: bool, over_copies: bool) -> None:
+    """Let backward passes from here on reduce gradients over the ranks that share a copy of the weights, and then over
+    the copies; or add up on each rank what is not reduced yet."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_on)
+        model.set_requires_gradient_sync(over_shards)
+        model.set_requires_all_reduce(over_copies)
 
 
 def full_weight(weight: torch.Tensor) -> torch.Tensor:

@@ -302,7 +302,9 @@ class StepRunner(Runner):
         while True:
             numbers, last, loss_scale = StepNumbers(), len(microbatches) - 1, self._optimizer_step.scaler.scale
             for i, rows in enumerate(microbatches):
-                reduce_gradients(self._model, i == last or not self._optimizer_step.keeps_whole)
+                is_last = i == last
+                over_shards = is_last or not self._optimizer_step.keeps_whole
+                reduce_gradients(self._model, over_shards=over_shards, over_copies=is_last)
                 micro = self._build(batch, rows, select_NT, fields=fields)
                 # Layers that the backward pass runs again need the same routes.
                 with torch.set_grad_enabled(is_training), self._pass_of(micro):
@@ -432,7 +434,8 @@ class OptimizerStep:
 def grad_norm(grads: Sequence[torch.Tensor], groups: ParallelGroups) -> float:
     """Return the 2-norm of the whole gradient (collective over all ranks).
 
-    Weights that every tensor-parallel rank holds count once, the parts of split ones are added up.
+    Each copy of the weights adds up its own shards. Weights that every tensor-parallel rank holds count once, the parts
+    of split ones are added up.
     """
     device = groups.fsdp_mesh.device_type
     squares = torch.zeros(2, dtype=torch.float64, device=device)
@@ -441,7 +444,7 @@ def grad_norm(grads: Sequence[torch.Tensor], groups: ParallelGroups) -> float:
         filled = [part for part in mine if part.numel()]
         if filled:
             squares[int(is_split)] = torch.stack(norms_of(filled)).double().square().sum().to(device)
-    dist.all_reduce(squares, group=groups.fsdp_mesh.get_group())
+    dist.all_reduce(squares, group=groups.shard_group)
     if groups.tensor_mesh is not None:
         split = squares[1:].clone()
         dist.all_reduce(split, group=groups.tensor_mesh.get_group())

@@ -43,6 +43,9 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("policy.dtensor_cfg.tensor_parallel_size=4",), "policy.dtensor_cfg.tensor_parallel_size: 4 x context"),
         (("policy.dtensor_cfg.context_parallel_size=3",), "policy.dtensor_cfg.tensor_parallel_size: 1 x context"),
     ],
+    "rule_copies_divide_the_data_and_context_ranks": [
+        (("policy.dtensor_cfg.replicate_size=3",), "policy.dtensor_cfg.replicate_size: 3 copies of the weights do not"),
+    ],
     "rule_tensor_parallel_keys_need_ranks": [
         (("policy.dtensor_cfg.sequence_parallel=true",), "policy.dtensor_cfg.sequence_parallel: True would be"),
         (("policy.dtensor_cfg.custom_parallel_plan={lm_head: colwise}",), "custom_parallel_plan: would be ignored"),

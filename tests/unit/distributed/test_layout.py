@@ -65,6 +65,15 @@ def test_sequences_divide_into_chunks_and_splits() -> None:
 def test_ranks_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match="6 ranks do not divide by tensor 4"):
         ParallelLayout.of(6, tp=4)
+    with pytest.raises(
+        ConfigError, match=r"3 data x context parallel ranks do not divide into 2 copies .*replicate_size"
+    ):
+        ParallelLayout.of(6, tp=2, copies=2)
+
+
+def test_copies_part_the_data_and_context_ranks() -> None:
+    assert ParallelLayout.of(16, tp=2, cp=2, copies=2).weight_shards == 4
+    assert ParallelLayout.of(16, tp=2, pp=2, cp=2).weight_shards == 4
 
 
 def test_engines_take_neighbouring_gpus_of_one_node_or_all_of_several() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,8 @@ def test_a_small_layout_is_one_and_says_what_it_gave_up(tensor, pipeline, contex
     sizes = layout.sizes
     assert layout.workers <= most and layout.workers % sizes.replica_size == 0
     assert layout.workers % (sizes.expert * sizes.expert_tensor * sizes.pipeline) == 0
+    copied = small_layout(replace(real, copies=data), real.replica_size * data, max_workers=most)
+    assert copied.sizes.copies == min(data, 2) or layout.data * sizes.context == 1
     axes = {
         "tensor": (tensor, sizes.tensor),
         "pipeline": (pipeline, sizes.pipeline),

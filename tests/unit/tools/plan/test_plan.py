@@ -196,6 +196,8 @@ def test_recomputation_and_sharding_need_less() -> None:
     again = planned(MATH, whole, gpu="H200-141G")
     assert again.ranks[0].train.layers < plain.ranks[0].train.layers / 5
     assert planned(MATH, gpu="H200-141G", nodes=1).ranks[0].weights == plain.ranks[0].weights
+    copies = planned(MATH, "policy.dtensor_cfg.replicate_size=2", gpu="H200-141G")
+    assert copies.ranks[0].weights == pytest.approx(2 * plain.ranks[0].weights, rel=0.01)
     split = planned(MATH, whole, "policy.dtensor_cfg.tensor_parallel_size=2", gpu="H200-141G")
     # A tile of half the columns has twice the rows.
     assert split.ranks[0].train.logits <= again.ranks[0].train.logits
