@@ -50,6 +50,7 @@ OWN_TIME = (
     "_per_s",
     "rollout/turn_",
     "async/trainer_idle_share",
+    "async/engine_idle_share",
     "async/gain_of_staleness_s",
     "refit/ms",
     "refit/receipt_",
