@@ -49,6 +49,7 @@ OWN_TIME = (
     "_ms",
     "_per_s",
     "rollout/turn_",
+    "rollout/conversation_s",
     "async/trainer_idle_share",
     "async/engine_idle_share",
     "async/gain_of_staleness_s",
