@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.helpers.runs import ROOT, logged_steps
 
@@ -72,8 +73,10 @@ RECIPES: Mapping[str, Recipe] = {
 }
 COUNTS_OF_TRANSPORT = "data_plane/"
 """Bytes, calls and times of the data plane, which a change of its code may change."""
-APART = ("key", "group", "number", "answer", "messages")
-"""Keys of a rollout row that are random, or repeat the data; no number depends on them."""
+APART = ("key", "group", "number", "answer", "messages", "seconds")
+"""Keys of a rollout row that are random, times, or repeat the data; no number depends on them."""
+APART_OF_A_TURN = ("engine", "waited_s", "sampled_s", "tool_s")
+"""Whichever engine is free samples a turn, and rows are the same on all."""
 RUN_S = 900.0
 """Longest run, on a machine that does much else."""
 
@@ -109,15 +112,23 @@ def _short(text: str) -> str:
 
 def numbers_of(log_dir: Path) -> list[dict[str, object]]:
     """Return the logged metrics without times and bytes, then the rollouts of each step, a line each."""
-    metrics = [
+    metrics: list[dict[str, object]] = [
         {name: value for name, value in step.items() if not name.startswith(COUNTS_OF_TRANSPORT)}
         for step in logged_steps(log_dir)
     ]
     files = sorted(log_dir.glob("rollouts/*.jsonl"))
     rows = [(path.name, json.loads(line)) for path in files for line in path.read_text().splitlines()]
-    rollouts = [{name: {k: v for k, v in row.items() if k not in APART}} for name, row in rows]
+    rollouts: list[dict[str, object]] = [{name: _row_numbers(row)} for name, row in rows]
     assert metrics, f"{log_dir} holds no metrics"
     return [*metrics, *rollouts]
+
+
+def _row_numbers(row: Mapping[str, Any]) -> dict[str, object]:
+    kept = {name: value for name, value in row.items() if name not in APART}
+    if isinstance(kept.get("turns"), list):
+        turns: list[Mapping[str, object]] = kept["turns"]
+        kept["turns"] = [{name: value for name, value in turn.items() if name not in APART_OF_A_TURN} for turn in turns]
+    return kept
 
 
 @contextmanager
