@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from nemo_rl.algorithms.kept_steps.folder import StepsFolder
@@ -30,6 +31,9 @@ from nemo_rl.utils.deadlines import SaveDeadline
 __all__ = ["Saver", "build_checkpoints", "checkpoint_to_resume"]
 
 logger = logging.getLogger(__name__)
+
+COPY_SHARE = 0.25
+"""Most of a node's free memory that a copy takes unasked."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,7 +83,9 @@ class Saver:
         self.finish()
         started = time.monotonic()
         unfinished = self._checkpoints.begin(step, state=state)
-        write = self._policy.begin_save if self._config.async_save and not waits else self._policy.save_checkpoint
+        is_beside = bool(self._config.async_save) and not waits
+        most_share = COPY_SHARE if self._config.async_save == "auto" else None
+        write = partial(self._policy.begin_save, most_share=most_share) if is_beside else self._policy.save_checkpoint
         with self._checkpoints.guarded(unfinished):
             if also is not None:
                 also(unfinished.folder)
@@ -88,7 +94,7 @@ class Saver:
                 optimizer=unfinished.folder / "policy" / "optimizer" if self._config.save_optimizer else None,
                 tokenizer=unfinished.folder / "policy" / "weights",
             )
-        if write == self._policy.begin_save:
+        if is_beside:
             self._running = _Running(unfinished=unfinished, seconds=time.monotonic() - started)
             self.deadline.save_began()
         else:

@@ -140,9 +140,10 @@ class CheckpointingConfig(Section):
     """True where larger values of `metric_name` are better."""
     save_optimizer: bool = True
     """Save what exact resuming needs besides the weights; false halves the size and cannot be resumed from."""
-    async_save: bool = False
+    async_save: bool | Literal["auto"] = "auto"
     """Copy what is saved (weights, and optimizer with `save_optimizer`) into the nodes' memory, and write it while the
-    training goes on; the last save of a run is waited for. A checkpoint appears when all of it is written."""
+    training goes on; the last save of a run is waited for. A checkpoint appears when all of it is written. `auto`:
+    where the copies take at most a quarter of the memory that is free on each node."""
     resume: bool | Literal["auto"] = False
     """Continue from the latest intact checkpoint in `checkpoint_dir`; an error if there is none. `auto`: continue where
     there is one of this recipe's runs, start otherwise."""

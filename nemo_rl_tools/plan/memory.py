@@ -354,7 +354,7 @@ def host_bytes(
         held = sum(rank.weights for rank in ranks)
         share = setting.element_bytes / FLOAT32_BYTES if not setting.is_megatron else 1.0
         found["reference weights"] = held + int(held * share)
-    if setting.config.checkpointing.enabled and setting.config.checkpointing.async_save:
+    if setting.config.checkpointing.enabled and setting.config.checkpointing.async_save is True:
         found["checkpoint being written"] = sum(_copied_bytes(setting, rank) for rank in ranks)
     if deltas := delta_bytes(setting, ranks=len(ranks), engines=engines):
         found["weights sent last, for deltas"] = deltas

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
+from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -33,35 +36,47 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 WINDOW_BYTES, SHARD_BYTES = 1000, 40_000
 """Small enough for weights in several windows, and a folder with several files."""
-FULL_BYTES = {"weights": (0, 20_000), "optimizer": (1, 5_000)}
-"""Which rank can write how much of a file."""
+FULL_BYTES = {"weights": ("biases, tp2 dp2", 2, 20_000), "optimizer": ("megatron, tp2 pp2", 1, 5_000)}
+"""In which case which rank can write how much of a file; the Megatron worker writes its optimizer first."""
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if "safetensors" in path.name}
 
 
-def _written(worker: PolicyWorker, folder: Path) -> None:
-    """From shards, and from full weights."""
+def _written(worker: PolicyWorker, folder: Path) -> dict[str, int]:
+    """From shards, and from full weights by one rank and by all; returns the bytes that this rank wrote."""
     snapshot = worker.engine.snapshot(with_optimizer=False, copies=True)
     group = dist.group.WORLD
-    for name in ("shares", "whole"):
+    for name in ("shares", "whole", "together"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     dist.barrier()
     share = snapshot.weights if worker.config.megatron_cfg.enabled else snapshot.share
-    write_shares(folder / "shares", snapshot.model, share, group=group, max_shard_bytes=SHARD_BYTES)
+    counts = Counter[str]()
+
+    def counted(file: int, content: bytes | memoryview, offset: int) -> None:
+        write(file, content, offset)
+        counts[Path(os.readlink(f"/proc/self/fd/{file}")).parent.name] += len(content)
+
+    write = writing._write_at
+    with patch.object(writing, "_write_at", counted):
+        write_shares(folder / "shares", snapshot.model, share, group=group, max_shard_bytes=SHARD_BYTES)
+        together = folder / "together"
+        stream = worker.export_weights()
+        write_folder(together, snapshot.model, stream, rank=worker.rank, num_ranks=RANKS, max_shard_bytes=SHARD_BYTES)
     whole = worker.export_weights()
     if worker.rank == 0:
         write_folder(folder / "whole", snapshot.model, whole, max_shard_bytes=SHARD_BYTES)
     for _ in whole:
         """Each is gathered from all ranks."""
+    return counts
 
 
 def _full_disk(worker: PolicyWorker, folder: Path, which: str) -> str:
     """One rank can write only the beginning of what it writes beside the training."""
     paths = {"weights": folder / "weights", "optimizer": folder / "optimizer", "tokenizer": None}
     worker.save_checkpoint(**paths)
-    rank, limit = FULL_BYTES[which]
+    _, rank, limit = FULL_BYTES[which]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if worker.rank == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
@@ -76,16 +91,16 @@ def _full_disk(worker: PolicyWorker, folder: Path, which: str) -> str:
     return str(caught.value)
 
 
-def _all_cases(rank: int, root: Path) -> dict[str, str]:
+def _all_cases(rank: int, root: Path) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
     writing.WINDOW_BYTES = WINDOW_BYTES
-    messages = {}
+    messages, counts = {}, {}
     for name, (family, layout) in CASES.items():
         worker = tiny_worker(tiny_policy(root / family, **layout), rank=rank, world_size=RANKS)
-        _written(worker, root / name)
-        if name == "biases, tp2 dp2":
-            messages = {which: _full_disk(worker, root / which, which) for which in FULL_BYTES}
+        counts[name] = _written(worker, root / name)
+        for which in (which for which, (case, _, _) in FULL_BYTES.items() if case == name):
+            messages[which] = _full_disk(worker, root / which, which)
         worker.shutdown()
-    return messages
+    return messages, counts
 
 
 @pytest.fixture(scope="module")
@@ -94,20 +109,26 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def messages(root: Path) -> list[dict[str, str]]:
+def ranks(root: Path) -> list[tuple[dict[str, str], dict[str, dict[str, int]]]]:
     for family in {family for family, _ in CASES.values()}:
         write_family(root / family, family)
     return run_ranks(RANKS, _all_cases, root)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_files_do_not_depend_on_how_a_model_is_split(messages: list[dict[str, str]], root: Path, name: str) -> None:
+def test_files_do_not_depend_on_how_a_model_is_split_or_who_writes_them(ranks, root: Path, name: str) -> None:
     found, expected = contents(root / name / "shares"), contents(root / name / "whole")
     assert found == expected and len(found) > 2
+    assert contents(root / name / "together") == expected
+    total = sum(map(len, expected.values()))
+    for written in ("shares", "together"):
+        shares = [counts[name][written] / total for _, counts in ranks]
+        assert sum(shares) > 0.9 and max(shares) < 1.4 / RANKS, (written, shares)
 
 
 @pytest.mark.parametrize("which", FULL_BYTES)
-def test_a_full_disk_is_told_on_all_ranks_and_the_next_save_works(messages, root, which):
+def test_a_full_disk_is_told_on_all_ranks_and_the_next_save_works(ranks, root, which):
     # torch's checkpoints tell of an error on every rank, so the first one is named.
-    assert all(f"{which}': rank 0 could not write it" in told[which] for told in messages)
+    named = 2 if which == "weights" else 0
+    assert all(f"{which}': rank {named} could not write it" in told[which] for told, _ in ranks)
     assert {path.name for path in (root / which).iterdir()} == {"weights", "optimizer"}

@@ -5,19 +5,21 @@ Called by the checkpoints of the policy workers, and `cast_folder` by `nemo-rl e
 the model was split.
 
 torch's `HuggingFaceStorageWriter` writes each rank's shards to files and joins these into a second copy: 0.94 GB of two
-ranks take 8 to 12 s and a whole share of memory in each, and here 3 to 4 s and 14 MiB. It has no names for experts.
+ranks take 8 to 12 s and a whole share of memory in each, and here 14 MiB. It has no names for experts.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,7 @@ from nemo_rl.models.hf.files import (
     FileNames,
     StoredTensor,
     WeightFile,
+    chunk_of,
     index_text,
     plan_files,
 )
@@ -46,10 +49,10 @@ from nemo_rl.models.vision import family_of
 __all__ = ["ModelDescription", "ModelShare", "cast_folder", "kept_in_float32", "write_folder", "write_shares"]
 
 WINDOW_BYTES = 4 << 20
-"""Bytes of a file that are gathered and written at once: enough for a disk and a network, and little for a node with
-many ranks."""
-WRITER = 0
-"""The rank that writes files."""
+"""Bytes of a file that are brought together and written at once: enough for a disk and a network, and little for a node
+with many ranks."""
+DESCRIBER = 0
+"""The rank that writes what is no weight: headers, index, configuration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,9 +84,12 @@ def write_folder(
     model: ModelDescription,
     weights: Iterable[tuple[str, torch.Tensor]],
     *,
+    rank: int = 0,
+    num_ranks: int = 1,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write what `from_pretrained` reads, with one weight in memory at a time.
+    """Write what `from_pretrained` reads, with one weight in memory at a time; of several ranks that have the same
+    stream of weights each writes its rows of every tensor.
 
     Files appear at once and are filled in place: a caller that must not leave half a folder writes into one that it
     renames. `weights` is read to its end even after an error, because other ranks may take part in making them.
@@ -101,14 +107,17 @@ def write_folder(
         with ExitStack() as stack:
             places = {name: list[_TensorPlace]() for name in model.infos}
             for file in files:
-                sink = stack.enter_context((folder / file.name).open("wb"))
+                sink = stack.enter_context(_opened(folder / file.name))
+                if rank == DESCRIBER:
+                    _write_at(sink, file.header, 0)
                 for place in _places(file, sink):
                     places[place.tensor.weight].append(place)
             for name, weight in stream:
                 for place in places.pop(name):
-                    place.fill(weight)
+                    place.fill(weight, rank=rank, num_ranks=num_ranks)
             assert not places, f"weights that were not received: {list(places)[:3]}"
-        _write_descriptions(folder, model, files)
+        if rank == DESCRIBER:
+            _write_descriptions(folder, model, files)
     finally:
         for _ in stream:
             pass
@@ -122,34 +131,38 @@ def write_shares(
     group: dist.ProcessGroup,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """(collective over `group`: the ranks of the job) Write the shares of all ranks into a folder, like `write_folder`;
-    the first rank writes, a few MB at a time.
+    """(collective over `group`: the ranks of the job) Write the shares of all ranks into a folder, like `write_folder`,
+    a few MB at a time: whoever holds most of these writes them, and the others send it theirs.
 
-    Every rank needs memory for one window of a file, the writer for two. After an error the writer goes on to take
-    what the others send.
+    Every rank needs memory for two windows of a file. After an error a rank goes on to take what the others send.
 
     Args:
-        folder: exists.
+        folder: exists, and every rank sees it.
         group: of a backend that sends from the CPU; used by nobody else meanwhile.
 
     Raises:
-        OSError: a file cannot be written; at the writer alone.
+        OSError: a file cannot be written; at the ranks that write it.
     """
     files = plan_files(model.infos, model.file_names(), max_shard_bytes=max_shard_bytes)
-    if group.rank() != WRITER:
-        for window in (window for file in files for window in _windows(file)):
-            _send(window, share, group)
-        return
-    output = _Output()
+    rank, holders, output = group.rank(), _Holders(share), _Output()
     for file in files:
         output.open(folder / file.name)
-        output.write(file.header)
-        for window in _windows(file):
-            output.write(_content(_filled(window, share, group)))
+        if rank == DESCRIBER:
+            output.write(file.header, 0)
+        offset = len(file.header)
+        for number, window in enumerate(_windows(file)):
+            given = holders.of(window)
+            writer = _writer_of(given, number)
+            if rank == writer:
+                output.write(_content(_filled(window, given, share, group)), offset)
+            elif rank in given:
+                _send(window, given[rank], share, group, writer)
+            offset += sum(piece.num_bytes for piece in window)
         output.close()
     if output.problem is not None:
         raise output.problem
-    _write_descriptions(folder, model, files)
+    if rank == DESCRIBER:
+        _write_descriptions(folder, model, files)
 
 
 def cast_folder(folder: Path, dtype: torch.dtype) -> None:
@@ -199,23 +212,49 @@ def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TensorPlace:
     tensor: StoredTensor
-    sink: BinaryIO
+    sink: int
     offset: int
 
-    def fill(self, weight: torch.Tensor) -> None:
-        """Write the tensor, a part of the whole `weight`."""
+    def fill(self, weight: torch.Tensor, *, rank: int, num_ranks: int) -> None:
+        """Write a rank's rows of the tensor, a part of the whole `weight`."""
         expected = f"{self.tensor.weight}: expected {self.tensor.dtype}, got {weight.dtype}"
         assert weight.dtype is self.tensor.dtype, expected
-        self.sink.seek(self.offset)
-        own = self.tensor.box.of(weight.detach(), held=Box.whole(tuple(weight.shape)))
-        self.sink.write(_content(own.to("cpu").contiguous()))
+        box, offset = self.tensor.box, self.offset
+        dim = next((dim for dim, size in enumerate(box.size) if size > 1), None)
+        if dim is None:
+            box = box if rank == DESCRIBER else replace(box, size=(0,) * len(box.size))
+        else:
+            start, size = chunk_of(box.size[dim], place=rank, count=num_ranks)
+            offset += self.tensor.num_bytes // box.size[dim] * start
+            box = box.along(dim, start, size)
+        if box.count:
+            own = box.of(weight.detach(), held=Box.whole(tuple(weight.shape)))
+            _write_at(self.sink, _content(own.to("cpu").contiguous()), offset)
 
 
-def _places(file: WeightFile, sink: BinaryIO) -> Iterator[_TensorPlace]:
-    offset = sink.write(file.header)
+def _places(file: WeightFile, sink: int) -> Iterator[_TensorPlace]:
+    offset = len(file.header)
     for tensor in file.tensors:
         yield _TensorPlace(tensor=tensor, sink=sink, offset=offset)
         offset += tensor.num_bytes
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open a file that other ranks write too: nothing of theirs is cut off, and no page is read to change a part of
+    it."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _write_at(file: int, content: bytes | memoryview, offset: int) -> None:
+    rest = memoryview(content)
+    while rest:
+        written = os.pwrite(file, rest, offset)
+        rest, offset = rest[written:], offset + written
 
 
 def _write_descriptions(folder: Path, model: ModelDescription, files: Sequence[WeightFile]) -> None:
@@ -243,6 +282,10 @@ class _FilePiece:
     tensor: StoredTensor
     box: Box
 
+    @property
+    def num_bytes(self) -> int:
+        return self.box.count * self.tensor.dtype.itemsize
+
 
 _Window = list[_FilePiece]
 """Runs of bytes of one dtype that follow one another in a file."""
@@ -252,7 +295,7 @@ def _windows(file: WeightFile) -> Iterator[_Window]:
     held: _Window = []
     held_bytes = 0
     for piece in (_FilePiece(tensor=tensor, box=box) for tensor in file.tensors for box in _rows(tensor)):
-        num_bytes = piece.box.count * piece.tensor.dtype.itemsize
+        num_bytes = piece.num_bytes
         if held and (held_bytes + num_bytes > WINDOW_BYTES or held[0].tensor.dtype is not piece.tensor.dtype):
             yield held
             held, held_bytes = [], 0
@@ -276,27 +319,85 @@ def _rows(tensor: StoredTensor) -> Iterator[Box]:
         yield box.along(dim, start, min(step, length - start))
 
 
-def _given(window: _Window, share: ModelShare, rank: int) -> list[tuple[int, Box, Box]]:
-    """Return what a rank gives of a window: the piece, the part of the weight, and the box that the rank has of it."""
-    found = []
-    for number, piece in enumerate(window):
-        held = share.boxes(piece.tensor.weight)[rank]
-        part = held.meet(piece.box) if held is not None else None
-        if held is not None and part is not None:
-            found.append((number, part, held))
-    return found
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """A rank's part of a window."""
+
+    number: int
+    """Of the piece."""
+    box: Box
+    """The part of the weight."""
+    held: Box
+    """The box that the rank has of the weight."""
 
 
-def _own_parts(window: _Window, share: ModelShare, rank: int) -> Iterator[torch.Tensor]:
-    for number, part, held in _given(window, share, rank):
-        yield part.of(share.held[window[number].tensor.weight].detach(), held=held)
+_Given = Mapping[int, Sequence[_Part]]
+"""Rank -> its parts of a window, in the order of its pieces; ranks with nothing are missing."""
 
 
-def _send(window: _Window, share: ModelShare, group: dist.ProcessGroup) -> None:
-    parts = [part.reshape(-1) for part in _own_parts(window, share, group.rank())]
-    if parts:
-        together = torch.cat(parts) if len(parts) > 1 else parts[0]
-        dist.send(together.to("cpu").view(torch.uint8), group=group, group_dst=WRITER)
+class _Holders:
+    """Which ranks hold what of a window, found without a look at every rank."""
+
+    def __init__(self, share: ModelShare) -> None:
+        self._share = share
+        self._sorted: dict[int, tuple[Sequence[Box | None], _SortedBoxes]] = {}
+        """By the identity of the list of boxes, which weights of the same sharding share."""
+
+    def of(self, window: _Window) -> _Given:
+        given: dict[int, list[_Part]] = {}
+        for number, piece in enumerate(window):
+            boxes = self._share.boxes(piece.tensor.weight)
+            _, found = self._sorted.setdefault(id(boxes), (boxes, _SortedBoxes.of(boxes)))
+            for rank, box, held in found.meeting(piece.box):
+                given.setdefault(rank, []).append(_Part(number=number, box=box, held=held))
+        return dict(sorted(given.items()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SortedBoxes:
+    """Boxes by their start along the first dimension."""
+
+    boxes: Sequence[tuple[int, Box]]
+    starts: Sequence[int]
+    ends: Sequence[int]
+    """The largest end of a box and all before it."""
+
+    @classmethod
+    def of(cls, boxes: Sequence[Box | None]) -> _SortedBoxes:
+        held = [(rank, box) for rank, box in enumerate(boxes) if box is not None and box.count]
+        held.sort(key=lambda one: (one[1].start[:1], one[0]))
+        starts = [sum(box.start[:1]) for _, box in held]
+        ends = accumulate((sum(box.start[:1]) + sum(box.size[:1]) for _, box in held), max)
+        return cls(boxes=held, starts=starts, ends=list(ends))
+
+    def meeting(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
+        """Yield rank, common part and the rank's box of those that meet a box."""
+        first, last = 0, len(self.boxes)
+        if box.start:
+            first, last = bisect_right(self.ends, box.start[0]), bisect_left(self.starts, box.start[0] + box.size[0])
+        for rank, held in self.boxes[first:last]:
+            part = held.meet(box)
+            if part is not None:
+                yield rank, part, held
+
+
+def _writer_of(given: _Given, number: int) -> int:
+    """Return the rank that has most of a window; of several, by turns."""
+    counts = {rank: sum(part.box.count for part in parts) for rank, parts in given.items()}
+    most = max(counts.values())
+    largest = [rank for rank, count in counts.items() if count == most]
+    return largest[number % len(largest)]
+
+
+def _own_parts(window: _Window, parts: Sequence[_Part], share: ModelShare) -> Iterator[torch.Tensor]:
+    for part in parts:
+        yield part.box.of(share.held[window[part.number].tensor.weight].detach(), held=part.held)
+
+
+def _send(window: _Window, parts: Sequence[_Part], share: ModelShare, group: dist.ProcessGroup, writer: int) -> None:
+    flat = [part.reshape(-1) for part in _own_parts(window, parts, share)]
+    together = torch.cat(flat) if len(flat) > 1 else flat[0]
+    dist.send(together.to("cpu").view(torch.uint8), group=group, group_dst=writer)
 
 
 class _Output:
@@ -304,24 +405,27 @@ class _Output:
 
     def __init__(self) -> None:
         self.problem: OSError | None = None
-        self._sink: BinaryIO | None = None
+        self._path: Path | None = None
+        self._files = ExitStack()
+        self._file: int | None = None
 
     def open(self, path: Path) -> None:
-        self._try(lambda: self._set(path.open("wb")))
+        """Name the next file, which is opened when something is written to it."""
+        self._path = path
 
-    def write(self, content: bytes | memoryview) -> None:
-        self._try(lambda: self._sink and self._sink.write(content))
+    def write(self, content: bytes | memoryview, offset: int) -> None:
+        self._try(lambda: _write_at(self._sink(), content, offset))
 
     def close(self) -> None:
         """Some file systems report here what they could not write."""
-        sink, self._sink = self._sink, None
-        if sink is not None:
-            self._try(sink.close)
-            with suppress(OSError):
-                sink.close()
+        self._file = None
+        self._try(self._files.close)
 
-    def _set(self, sink: BinaryIO) -> None:
-        self._sink = sink
+    def _sink(self) -> int:
+        if self._file is None:
+            assert self._path is not None, "name the file first"
+            self._file = self._files.enter_context(_opened(self._path))
+        return self._file
 
     def _try(self, action: Callable[[], object]) -> None:
         if self.problem is None:
@@ -331,26 +435,23 @@ class _Output:
                 self.problem = error
 
 
-def _filled(window: _Window, share: ModelShare, group: dist.ProcessGroup) -> torch.Tensor:
-    """(at the writer) Return the elements of a window, from all ranks."""
+def _filled(window: _Window, given: _Given, share: ModelShare, group: dist.ProcessGroup) -> torch.Tensor:
+    """(at the writer) Return the elements of a window, from all ranks that hold some."""
     dtype = window[0].tensor.dtype
     counts = [piece.box.count for piece in window]
     content = torch.empty(sum(counts), dtype=dtype)
     views = [view.view(piece.box.size) for view, piece in zip(content.split(counts), window, strict=True)]
     num_filled = 0
-    for rank in range(group.size()):
-        given = _given(window, share, rank)
-        if not given:
-            continue
-        sizes = [part.count for _, part, _ in given]
+    for rank, parts in given.items():
+        sizes = [part.box.count for part in parts]
         num_filled += sum(sizes)
-        if rank == WRITER:
-            parts: Iterable[torch.Tensor] = _own_parts(window, share, rank)
+        if rank == group.rank():
+            values: Iterable[torch.Tensor] = _own_parts(window, parts, share)
         else:
             came = torch.empty(sum(sizes), dtype=dtype)
             dist.recv(came.view(torch.uint8), group=group, group_src=rank)
-            parts = came.split(sizes)
-        for (number, part, _), values in zip(given, parts, strict=True):
-            part.of(views[number], held=window[number].box).copy_(values.reshape(part.size))
+            values = came.split(sizes)
+        for part, value in zip(parts, values, strict=True):
+            part.box.of(views[part.number], held=window[part.number].box).copy_(value.reshape(part.box.size))
     assert num_filled == len(content), f"the ranks gave {num_filled} of {len(content)} elements of {window[0]}"
     return content

@@ -143,11 +143,8 @@ class GatheredPart:
     weights: Iterator[tuple[str, torch.Tensor]]
 
     def write(self, target: Path, *, group: dist.ProcessGroup) -> None:
-        """(collective) Write it into a folder."""
-        if dist.get_rank() == 0:
-            write_folder(target, self.model, self.weights)
-        for _ in self.weights:
-            """Each is gathered from all ranks."""
+        """(collective) Write it into a folder; every rank has each weight whole, and writes a part of it."""
+        write_folder(target, self.model, self.weights, rank=group.rank(), num_ranks=group.size())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

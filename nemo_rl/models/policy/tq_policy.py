@@ -136,9 +136,18 @@ class Policy:
         request = ask(PolicyWorker.save_checkpoint, weights=weights, optimizer=optimizer, tokenizer=tokenizer)
         self.run(request, "checkpoint")
 
-    def begin_save(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """Begin a `save_checkpoint` of this moment; the workers write beside what they do next, until `finish_save`."""
-        self.run(ask(PolicyWorker.begin_save, weights=weights, optimizer=optimizer, tokenizer=tokenizer), "checkpoint")
+    def begin_save(
+        self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None, most_share: float | None = None
+    ) -> None:
+        """Begin a `save_checkpoint` of this moment; the workers write beside what they do next, until `finish_save`.
+
+        Args:
+            most_share: of a node's free memory that the copies may take; where they take more, all is written here.
+        """
+        request = ask(
+            PolicyWorker.begin_save, weights=weights, optimizer=optimizer, tokenizer=tokenizer, most_share=most_share
+        )
+        self.run(request, "checkpoint")
 
     def is_saving(self) -> bool:
         """Return whether a worker still writes what `begin_save` began."""

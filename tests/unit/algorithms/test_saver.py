@@ -34,7 +34,9 @@ class Writer:
         weights.mkdir(parents=True)
         (weights / "model.safetensors").write_text(weights.parts[-3])
 
-    def begin_save(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
+    def begin_save(
+        self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None, most_share: float | None
+    ) -> None:
         self.waits.append(lambda: self.save_checkpoint(weights=weights, optimizer=optimizer, tokenizer=tokenizer))
 
     def is_saving(self) -> bool:

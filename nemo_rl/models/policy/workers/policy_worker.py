@@ -16,12 +16,14 @@ rank in the same order.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,7 @@ from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, new
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import CheckpointError, UserError
 from nemo_rl.models.hf.checkpoint_folder import save_tokenizer
+from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.policy.observer import HookObserver, HookObservers
 from nemo_rl.models.policy.recording import RecordSpec, SiteRecording
 from nemo_rl.models.policy.routes.worker_replay import WorkerReplay
@@ -47,6 +50,8 @@ from nemo_rl.models.policy.workers.engine import EngineFactory, Snapshot
 from nemo_rl.models.policy.workers.passes import Passes
 from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.models.weight_sync.receipt import Probe, ScoredProbe
+from nemo_rl.utils.console import bytes_text
+from nemo_rl.utils.memory import available_bytes
 
 __all__ = ["PolicyWorker", "WorkerSpec"]
 
@@ -159,13 +164,44 @@ class PolicyWorker(Passes, RefitSource):
             snapshot = self.engine.snapshot(with_optimizer=optimizer is not None, copies=False)
             self._write(snapshot, weights, optimizer, tokenizer)
 
-    def begin_save(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
+    def begin_save(
+        self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None, most_share: float | None = None
+    ) -> None:
         """(collective) Begin a `save_checkpoint` of this moment: copy what is to be saved, and write it beside what
-        this rank does until `finish_save`."""
+        this rank does until `finish_save`.
+
+        Args:
+            most_share: of a node's free memory that the copies of its ranks may take; where they take more on any
+                node, all is written here. None: as much as they need.
+        """
         self._check_none_runs()
+        has_optimizer = optimizer is not None
+        if most_share is not None and not self._has_room(most_share, with_optimizer=has_optimizer):
+            self.save_checkpoint(weights=weights, optimizer=optimizer, tokenizer=tokenizer)
+            return
         with self.ready_for_training():
-            snapshot = self.engine.snapshot(with_optimizer=optimizer is not None, copies=True)
+            snapshot = self.engine.snapshot(with_optimizer=has_optimizer, copies=True)
         self._running = _Thread(lambda: self._write(snapshot, weights, optimizer, tokenizer))
+
+    def _has_room(self, most_share: float, *, with_optimizer: bool) -> bool:
+        """(collective) Return whether copies of what is saved take at most this share of each node's free memory."""
+        trained = self.engine.adapters() if self.config.lora.enabled else self.engine.weights()
+        needed = sum(local_shard(tensor).nbytes for _, tensor in trained)
+        if with_optimizer:
+            needed += sum(local_shard(tensor).nbytes for tensor in self.engine.moments())
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, (socket.gethostname(), needed, available_bytes()), group=self._save_group)
+        for node in {node for node, _, _ in found}:
+            bytes_of_node = sum(count for name, count, _ in found if name == node)
+            free = min(available for name, _, available in found if name == node)
+            if bytes_of_node > most_share * free:
+                logger.info(
+                    "the checkpoint is written before the training goes on: copies of it would take %s of %s that are "
+                    "free on %s; checkpointing.async_save=true takes them all the same",
+                    *(bytes_text(bytes_of_node), bytes_text(free), node),
+                )
+                return False
+        return True
 
     def is_saving(self) -> bool:
         """Return whether a save is still being written; one that failed is no longer running."""

@@ -71,6 +71,18 @@ def test_what_is_written_later_is_what_a_save_would_have_written_at_once(worker:
     assert contents(tmp_path / "next")["weights/model.safetensors"] != expected["weights/model.safetensors"]
 
 
+def test_a_copy_that_takes_too_much_of_the_free_memory_is_not_made(
+    worker: PolicyWorker, tmp_path: Path, caplog
+) -> None:
+    caplog.set_level("INFO")
+    worker.begin_save(**paths_in(tmp_path / "no room"), most_share=1e-9)
+    assert not worker.is_saving() and worker.finish_save(timeout_s=FAR_S) == 0
+    assert "checkpointing.async_save=true takes them all the same" in caplog.text
+    worker.begin_save(**paths_in(tmp_path / "room"), most_share=0.9)
+    assert worker.finish_save(timeout_s=FAR_S) > 0
+    assert contents(tmp_path / "room") == contents(tmp_path / "no room")
+
+
 def test_a_disk_that_is_full_is_told_when_the_save_is_finished(worker: PolicyWorker, tmp_path: Path) -> None:
     worker.save_checkpoint(**paths_in(tmp_path))
     before = contents(tmp_path)
