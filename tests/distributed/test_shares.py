@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         {"precision": "bfloat16", "dtensor_cfg": DTensorConfig(enabled=False), "megatron_cfg": PIPELINE},
     ),
 }
-WINDOW_BYTES, SHARD_BYTES = 1000, 40_000
+WINDOW_BYTES, OWN_RUN_BYTES, SHARD_BYTES = 1000, 200, 40_000
 """Small enough for weights in several windows, and a folder with several files."""
 FULL_BYTES = {"weights": ("biases, tp2 dp2", 2, 20_000), "optimizer": ("megatron, tp2 pp2", 1, 5_000)}
 """In which case which rank can write how much of a file; the Megatron worker writes its optimizer first."""
@@ -92,7 +92,7 @@ def _full_disk(worker: PolicyWorker, folder: Path, which: str) -> str:
 
 
 def _all_cases(rank: int, root: Path) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
-    writing.WINDOW_BYTES = WINDOW_BYTES
+    writing.WINDOW_BYTES, writing.OWN_RUN_BYTES = WINDOW_BYTES, OWN_RUN_BYTES
     messages, counts = {}, {}
     for name, (family, layout) in CASES.items():
         worker = tiny_worker(tiny_policy(root / family, **layout), rank=rank, world_size=RANKS)

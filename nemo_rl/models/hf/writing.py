@@ -51,6 +51,8 @@ __all__ = ["ModelDescription", "ModelShare", "cast_folder", "kept_in_float32", "
 WINDOW_BYTES = 4 << 20
 """Bytes of a file that are brought together and written at once: enough for a disk and a network, and little for a node
 with many ranks."""
+OWN_RUN_BYTES = 64 << 10
+"""Fewest bytes in a row that a rank writes by itself, without another one that brings them together with others."""
 DESCRIBER = 0
 """The rank that writes what is no weight: headers, index, configuration."""
 
@@ -131,8 +133,10 @@ def write_shares(
     group: dist.ProcessGroup,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """(collective over `group`: the ranks of the job) Write the shares of all ranks into a folder, like `write_folder`,
-    a few MB at a time: whoever holds most of these writes them, and the others send it theirs.
+    """(collective over `group`: the ranks of the job) Write the shares of all ranks into a folder, like `write_folder`.
+
+    The ranks go through the files in windows of a few MB. Where the shares of a window are runs of its bytes each rank
+    writes its own; else whoever holds most writes the window, and the others send it theirs.
 
     Every rank needs memory for two windows of a file. After an error a rank goes on to take what the others send.
 
@@ -152,8 +156,9 @@ def write_shares(
         offset = len(file.header)
         for number, window in enumerate(_windows(file)):
             given = holders.of(window)
-            writer = _writer_of(given, number)
-            if rank == writer:
+            if rank in given and _are_runs(window, given):
+                _write_runs(output, window, given[rank], share, offset)
+            elif rank == (writer := _writer_of(given, number)):
                 output.write(_content(_filled(window, given, share, group)), offset)
             elif rank in given:
                 _send(window, given[rank], share, group, writer)
@@ -242,10 +247,11 @@ def _places(file: WeightFile, sink: int) -> Iterator[_TensorPlace]:
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
     """Open a file that other ranks write too: nothing of theirs is cut off, and no page is read to change a part of
-    it."""
+    it. What was written lies on the disk at the end."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         yield file
+        os.fsync(file)
     finally:
         os.close(file)
 
@@ -379,6 +385,36 @@ class _SortedBoxes:
             part = held.meet(box)
             if part is not None:
                 yield rank, part, held
+
+
+def _are_runs(window: _Window, given: _Given) -> bool:
+    """Return whether every rank's parts of a window are long runs of its bytes."""
+    return all(
+        _is_run(part.box, window[part.number].tensor.box)
+        and part.box.count * window[part.number].tensor.dtype.itemsize >= OWN_RUN_BYTES
+        for parts in given.values()
+        for part in parts
+    )
+
+
+def _is_run(part: Box, whole: Box) -> bool:
+    """Return whether a part of a tensor lies in one piece where the tensor does."""
+    is_cut = False
+    for size, of in zip(part.size, whole.size, strict=True):
+        if is_cut and size < of:
+            return False
+        is_cut = is_cut or size > 1
+    return True
+
+
+def _write_runs(output: _Output, window: _Window, parts: Sequence[_Part], share: ModelShare, offset: int) -> None:
+    ends = list(accumulate((piece.num_bytes for piece in window), initial=offset))
+    for part, own in zip(parts, _own_parts(window, parts, share), strict=True):
+        piece = window[part.number].box
+        before = 0
+        for start, first, size in zip(part.box.start, piece.start, piece.size, strict=True):
+            before = before * size + start - first
+        output.write(_content(own.to("cpu").contiguous()), ends[part.number] + before * own.dtype.itemsize)
 
 
 def _writer_of(given: _Given, number: int) -> int:
