@@ -203,6 +203,7 @@ class Walk:
         self._environment = dict(environment)
         self.failures: list[str] = []
         self._written: set[str] = set()
+        self._made: set[str] = set()
 
     def visit(self, block: Block) -> None:
         """Writes or runs one block, whatever it is."""
@@ -212,8 +213,15 @@ class Walk:
             self._written.add(block.file_name)
             with (self._folder / block.file_name).open(mode, encoding="utf-8") as file:
                 file.write(block.body)
-        elif block.language == "bash":
+        elif block.language == "bash" and not self._is_made(block):
             self.run(block.body, where=block.where, may_miss_bounds="bounds" in block.words)
+
+    def _is_made(self, block: Block) -> bool:
+        """Return whether the block only makes what an earlier one has made: pages name some targets again."""
+        commands = {line.partition("#")[0].strip() for line in block.body.splitlines()} - {""}
+        is_made = all(command.startswith("make ") for command in commands) and commands <= self._made
+        self._made |= commands
+        return is_made
 
     def run(self, script: str, *, where: str, may_miss_bounds: bool = False) -> None:
         """Runs a script and keeps the environment that it leaves."""
