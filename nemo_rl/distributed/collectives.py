@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -45,6 +47,7 @@ __all__ = [
     "gather_along",
     "init_process_group",
     "job_store",
+    "meet",
     "new_group",
     "reduce_from",
     "replica_group_of",
@@ -223,7 +226,37 @@ def init_process_group(
     store = _open_store(spec, timeout if start_timeout_s is None else timedelta(seconds=start_timeout_s))
     store.set_timeout(timeout)
     job = dist.PrefixStore(f"attempt_{spec.attempt}", store)
-    dist.init_process_group(_backend(device), store=job, rank=spec.rank, world_size=spec.world_size, timeout=timeout)
+    with _few_connections(spec.world_size):
+        dist.init_process_group(
+            _backend(device), store=job, rank=spec.rank, world_size=spec.world_size, timeout=timeout
+        )
+    if spec.world_size > FULLY_CONNECTED:
+        meet()
+
+
+FULLY_CONNECTED = 4
+"""Most ranks of a gloo group in which each is connected with each."""
+
+
+@contextmanager
+def _few_connections(num_ranks: int) -> Iterator[None]:
+    """Let gloo groups that are made inside, of more than a few ranks, connect two ranks when they first talk.
+
+    A rank that waits for a connection which a failed one never makes cannot be woken by an abort, as one can that waits
+    for bytes. So ranks that need each other in a step talk once, at the start.
+    """
+    name, is_large = "TORCH_GLOO_LAZY_INIT", num_ranks > FULLY_CONNECTED
+    before = os.environ.get(name)
+    os.environ[name] = "1" if is_large else "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
+
+
+def meet(group: dist.ProcessGroup | None = None) -> None:
+    """(collective over the group) Wait for all ranks, along the connections that sums and gathers of a step take."""
+    dist.all_reduce(torch.zeros(1), group=group)
 
 
 def _open_store(spec: RankSpec, timeout: timedelta) -> dist.TCPStore:
@@ -278,8 +311,14 @@ def new_group(ranks: Sequence[int], *, backend: str | None = None) -> dist.Proce
     """
     world = dist.group.WORLD
     assert world is not None, "initialise the default process group first"
-    group = dist.new_group(list(ranks), timeout=timeout_of(world, torch.device("cpu")), backend=backend)
-    return group if isinstance(group, dist.ProcessGroup) else None
+    with _few_connections(len(ranks)):
+        made = dist.new_group(list(ranks), timeout=timeout_of(world, torch.device("cpu")), backend=backend)
+    group = made if isinstance(made, dist.ProcessGroup) else None
+    if group is not None and backend is None and len(ranks) > FULLY_CONNECTED:
+        meet(group)
+        # Of the leader's tree.
+        dist.broadcast(torch.zeros(1), group_src=0, group=group)
+    return group
 
 
 def broadcast_from_leader(fetch: Callable[[], Fields], *, group: dist.ProcessGroup | None, leader: int) -> Fields:

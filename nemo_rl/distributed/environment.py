@@ -76,8 +76,6 @@ def worker_environment(threads: int, *, uses_gpu: bool) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
-        # gloo connects two ranks when they first talk, not all of a group to all others when it is made.
-        "TORCH_GLOO_LAZY_INIT": "1",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "RAY_USAGE_STATS_ENABLED": "0",

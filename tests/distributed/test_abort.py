@@ -24,9 +24,10 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = "tests.helpers.rank_failures"
 
 
-@pytest.fixture(scope="module")
-def seen() -> list[dict[str, StageFailure]]:
-    return run_ranks(3, run_every_case, further_jobs=len(CASES))
+@pytest.fixture(scope="module", params=[4, 2], ids=["connected", "late"])
+def seen(request: pytest.FixtureRequest) -> list[dict[str, StageFailure]]:
+    """Of three ranks that are connected each with each, and of some that connect when they first talk."""
+    return run_ranks(3, run_every_case, request.param, further_jobs=len(CASES))
 
 
 TEXTS = {

@@ -12,6 +12,6 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_rank_connects_to_those_that_it_talks_to_alone(tmp_path: Path) -> None:
-    few, many = (socket_counts(tmp_path, ranks) for ranks in (4, 8))
-    # All pairs would be four more of each of two groups.
-    assert many.step <= few.step + 1 and many.save <= few.save + 4, (few, many)
+    found = socket_counts(tmp_path, 8)
+    # Two neighbours of a ring, the job's store, a listener of each of two groups; 17 with all of both groups.
+    assert found.step <= 6 and found.save <= 12, found

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nemo_rl.distributed import collectives
 from nemo_rl.distributed.abort import AbortWatch
 from nemo_rl.distributed.collectives import (
     RankSpec,
@@ -142,8 +143,9 @@ def run_case(watch: AbortWatch, case: Callable[[int], None]) -> StageFailure:
     raise AssertionError(f"rank {watch.rank}: the stage went on")
 
 
-def run_every_case(rank: int, ports: list[int]) -> dict[str, StageFailure]:
+def run_every_case(rank: int, fully_connected: int, ports: list[int]) -> dict[str, StageFailure]:
     """Run one fresh job per case, in the same three processes."""
+    collectives.FULLY_CONNECTED = fully_connected
     destroy_process_group()
     seen: dict[str, StageFailure] = {}
     for port, (name, case) in zip(ports, CASES.items(), strict=True):

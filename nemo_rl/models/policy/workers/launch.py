@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.distributed.abort import AbortWatch, StepWatch
-from nemo_rl.distributed.collectives import destroy_process_group, init_process_group, job_store
+from nemo_rl.distributed.collectives import destroy_process_group, init_process_group, job_store, meet
 from nemo_rl.errors import ConfigError
 from nemo_rl.models.policy.steps import RankInfo
 from nemo_rl.models.policy.workers.policy_worker import WorkerSpec
@@ -43,7 +43,7 @@ def build_policy_worker(spec: WorkerSpec) -> TQWorker:
             owns_group=not spec.joins_process,
             watch=watch,
         )
-        dist.barrier()
+        meet()
     return worker
 
 
