@@ -5,7 +5,8 @@
 Everything happens in a copy of the tracked files where nothing ran before; one shell environment goes on from block to
 block, so what a page says to activate is active on the next. A fenced block says what it is: `bash`, further words
 `cheap` (takes seconds, needs nothing before it), `bounds` (a benchmark: a missed bound is no failure of the page),
-`tests` (the suite itself), `gpu` or `cluster` (left out). `python` and `yaml` blocks that start with the name of a file
+`tests` (the suite itself), `serves` (runs until Ctrl-C, which the walk sends when an address is printed), `gpu` or
+`cluster` (left out). `python` and `yaml` blocks that start with the name of a file
 are written there. A block fails when its exit code is not 0 or when it prints a traceback.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -52,9 +54,12 @@ PAGES = (
     *("docs/coming_from_trl.md", "docs/coming_from_verl.md"),
 )
 LANGUAGES = {"bash", "python", "yaml", "text"}
-WORDS = {"cheap", "bounds", "tests", "gpu", "cluster"}
+WORDS = {"cheap", "bounds", "tests", "serves", "gpu", "cluster"}
 LEFT_OUT = {"gpu", "cluster"}
 BLOCK_TIMEOUT_S = 3600.0
+START_TIMEOUT_S = 120.0
+INTERRUPTED = 130
+"""Exit code of a shell whose command was ended by Ctrl-C."""
 END_TIMEOUT_S = 60.0
 """A run ends its processes in order."""
 OUTPUT_SHOWN = 3000
@@ -214,7 +219,8 @@ class Walk:
             with (self._folder / block.file_name).open(mode, encoding="utf-8") as file:
                 file.write(block.body)
         elif block.language == "bash" and not self._is_made(block):
-            self.run(block.body, where=block.where, may_miss_bounds="bounds" in block.words)
+            serves = "serves" in block.words
+            self.run(block.body, where=block.where, may_miss_bounds="bounds" in block.words, serves=serves)
 
     def _is_made(self, block: Block) -> bool:
         """Return whether the block only makes what an earlier one has made: pages name some targets again."""
@@ -223,11 +229,12 @@ class Walk:
         self._made |= commands
         return is_made
 
-    def run(self, script: str, *, where: str, may_miss_bounds: bool = False) -> None:
+    def run(self, script: str, *, where: str, may_miss_bounds: bool = False, serves: bool = False) -> None:
         """Runs a script and keeps the environment that it leaves."""
         started, after = time.monotonic(), self._folder / ".environment"
         whole = f"set -eu -o pipefail\n{script}\nenv -0 > '{after}'\n"
-        code, output = self._run_bash(whole)
+        code, output = self._run_bash(script if serves else whole, serves=serves)
+        code = 0 if serves and code == INTERRUPTED else code
         is_bad = "Traceback (most recent call last)" in output or (code != 0 and not may_miss_bounds)
         verdict = "FAILED" if is_bad else "ok" if code == 0 else "ok, bounds missed"
         print(
@@ -242,7 +249,7 @@ class Walk:
             self._environment = {name: value for name, _, value in pairs}
             after.unlink()
 
-    def _run_bash(self, script: str) -> tuple[int, str]:
+    def _run_bash(self, script: str, *, serves: bool) -> tuple[int, str]:
         """Exit code and output; whatever the script has started is ended when the walk is."""
         process = subprocess.Popen(
             ["bash", "-c", script],
@@ -253,13 +260,30 @@ class Walk:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        shown = b""
         try:
-            output, _ = process.communicate(timeout=BLOCK_TIMEOUT_S)
+            if serves:
+                shown = _until_an_address(process)
+                os.killpg(process.pid, signal.SIGINT)
+            output, _ = process.communicate(timeout=END_TIMEOUT_S if serves else BLOCK_TIMEOUT_S)
         except BaseException:
             os.killpg(process.pid, signal.SIGTERM)
             process.wait(END_TIMEOUT_S)
             raise
-        return process.returncode, output.decode("utf-8", "backslashreplace")
+        return process.returncode, (shown + output).decode("utf-8", "backslashreplace")
+
+
+def _until_an_address(process: subprocess.Popen[bytes]) -> bytes:
+    """Return what a server prints until it has named its address, or has ended."""
+    assert process.stdout is not None
+    shown, deadline = b"", time.monotonic() + START_TIMEOUT_S
+    while b"http://" not in shown and process.poll() is None:
+        ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"no address within {START_TIMEOUT_S:.0f} s: {shown.decode('utf-8', 'replace')}")
+        # Not `read`, which would wait for more.
+        shown += os.read(process.stdout.fileno(), 1 << 16)
+    return shown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
