@@ -72,7 +72,7 @@ NO_SLEEP, KEEPS_WEIGHTS, DROPS_WEIGHTS = 0, 1, 2
 
 Probability = Annotated[float, Field(gt=0, le=1)]
 
-RefitTransport = Literal["payload", "ipc", "broadcast"]
+RefitTransport = Literal["payload", "ipc", "broadcast", "shards"]
 
 InFlight = Literal["drain", "recompute", "keep", "finish"]
 
@@ -157,7 +157,8 @@ class GenerationConfig(Section):
     (`policy.lora.serve: native`): they go on with the adapter that they began with, beside rows with the new one."""
     refit_transport: Literal["auto"] | RefitTransport = "auto"
     """The transport of new weights to the engines: `payload` through memory of policy rank 0 on the CPU, `ipc` through
-    GPU memory that engine and policy worker share, `broadcast` from policy rank 0 to all; `auto`: on GPUs `ipc`, or
+    GPU memory that engine and policy worker share, `broadcast` from policy rank 0 to all, `shards` from every policy
+    rank to every rank of the engines, each the parts that it holds and the other one takes; `auto`: on GPUs `ipc`, or
     `broadcast` to non-colocated engines; else `payload`."""
     refit_buffer_ratio: Probability = 0.3
     """Most of the free memory (of the GPU with `ipc`, else RAM) that the buckets of a refit take."""

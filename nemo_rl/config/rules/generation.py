@@ -93,12 +93,29 @@ def rule_expert_parallel_fits_the_ranks(config: MasterConfig) -> Iterator[str]:
 def rule_refit_transport_fits_the_processes(config: MasterConfig) -> Iterator[str]:
     cluster, transport = config.cluster, config.policy.generation.refit_transport
     key = f"policy.generation.refit_transport: {transport!r}"
-    if transport in ("ipc", "broadcast") and cluster.launcher == "local":
+    if transport in ("ipc", "broadcast", "shards") and cluster.launcher == "local":
         yield f"{key} moves weights between processes, but cluster.launcher is 'local'; set it to payload or auto"
     elif transport == "ipc" and cluster.gpus_per_node == 0:
         yield f"{key} shares GPU memory, but cluster.gpus_per_node is 0; set it to payload, broadcast or auto"
     elif transport == "ipc" and not config.policy.generation.colocated.enabled:
         yield f"{key} needs engines on the workers' GPUs, but {_APART}.enabled is false; set it to broadcast or auto"
+
+
+def rule_shards_fit_what_is_sent(config: MasterConfig) -> Iterator[str]:
+    policy = config.policy
+    if policy.generation.refit_transport != "shards":
+        return
+    key = "policy.generation.refit_transport: 'shards'"
+    if policy.generation.refit_delta.enabled:
+        yield (
+            f"{key} sends parts of weights, and a delta is of whole ones; set policy.generation.refit_delta.enabled to "
+            "false, or refit_transport to another value"
+        )
+    if policy.lora.enabled and not policy.lora.is_native:
+        yield (
+            f"{key} sends parts of weights as they are held, and policy.lora.serve 'merged' adds the adapter to whole "
+            "ones; set policy.lora.serve=native, or refit_transport=auto"
+        )
 
 
 def rule_sleep_level_fits_the_run(config: MasterConfig) -> Iterator[str]:

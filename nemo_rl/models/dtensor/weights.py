@@ -27,6 +27,7 @@ from nemo_rl.models.hf.loading import load_causal_lm, named_weights
 from nemo_rl.torch_private import copy_all
 
 __all__ = [
+    "box_of",
     "boxes_of",
     "fill_adapters",
     "fill_shards",

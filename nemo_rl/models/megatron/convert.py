@@ -17,6 +17,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from nemo_rl.errors import ModelFolderError, name_some
+from nemo_rl.models.hf.files import Box
 from nemo_rl.models.hf.folder import WeightSource
 from nemo_rl.models.hf.loading import ADAPTER_PART
 from nemo_rl.models.megatron.architecture import Architecture
@@ -32,6 +33,7 @@ __all__ = [
     "export_gradients",
     "export_weights",
     "fill_adapters",
+    "held_shards",
     "load_weights",
     "weight_infos",
 ]
@@ -97,6 +99,28 @@ def export_weights(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:
     """
     tensors = _tensors(model.module, model.config)
     yield from _export_all(model, weights_of(model.shape), tensors, dtype=model.config.params_dtype)
+
+
+def held_shards(model: MegatronModel) -> Iterator[tuple[str, Box, torch.Tensor]]:
+    """Yield the parts of the weights of `export_weights` that this rank holds: name, box and values, which share memory
+    with the model unless they are cast."""
+    groups, tensors = _WeightGroups.of_rank(), _tensors(model.module, model.config)
+    for weight in weights_of(model.shape):
+        dtype = _dtype(weight, model.config.params_dtype)
+        group = groups.expert_tensor if weight.num_experts else groups.tensor
+        count = weight.num_experts // groups.expert.size()
+        first = groups.expert.rank() * count
+        # A weight that is not one of an expert has no place among them.
+        names: dict[str, tuple[int, ...]]
+        names = {weight.local.format(expert=expert): (first + expert,) for expert in range(count)} or {weight.local: ()}
+        for name, place in names.items():
+            if weight.is_copy or name not in tensors:
+                continue
+            shard = tensors[name].detach()
+            for held in weight.held(rank=group.rank(), size=group.size()):
+                values = held.local.of(shard, held=Box.whole(tuple(shard.shape))).to(dtype)
+                box = Box(start=(*place, *held.box.start), size=(*(1 for _ in place), *held.box.size))
+                yield held.part.name, box, values.view(box.size)
 
 
 def export_gradients(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:

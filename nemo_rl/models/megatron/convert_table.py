@@ -7,14 +7,17 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
 
 import torch
 
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError, name_some
 from nemo_rl.models.adapters.lora import AdaptedLayer
+from nemo_rl.models.hf.files import Box
 from nemo_rl.models.hf.loading import ADAPTER_PART
 from nemo_rl.models.megatron.architecture import Architecture, Mixture, layers_of_stages
 
@@ -123,6 +126,51 @@ class Weight:
         """Return the parts of a contiguous tensor of `shape`, contiguous too."""
         rows = [part.shape[0] // self.groups for part in self.parts]
         return [part.flatten(0, 1) for part in packed.unflatten(0, (self.groups, -1)).split(rows, dim=1)]
+
+    def held(self, *, rank: int, size: int) -> Iterator[HeldPart]:
+        """Yield the parts that make up the shard of a rank; of experts those of one expert, without its dim.
+
+        Example:
+            With `groups` 2, as above, rank 1 of 2 holds rows 0-1 of `q2 q3 k1 v1` as rows 2-3 of q, and so on.
+        """
+        starts = [0, *accumulate(part.shape[0] for part in self.parts)]
+        if self.num_experts:
+            ids = [torch.arange(length) for length in self.shape[1:]]
+            starts = [0, self.shape[1]]
+        else:
+            rows = [torch.arange(start, end) for start, end in pairwise(starts)]
+            ids = [self.pack(rows), *(torch.arange(length) for length in self.shape[1:])]
+        if self.split.dim is not None:
+            divided = WeightSplit(dim=0, runs=self.split.runs)
+            ids[self.split.dim] = divided.shard(ids[self.split.dim], rank=rank, size=size)
+        runs = [_runs(of_dim, set(starts) if dim == 0 else set()) for dim, of_dim in enumerate(ids)]
+        for chosen in product(*runs):
+            place, start, count = zip(*chosen, strict=True)
+            part = bisect_right(starts, start[0]) - 1
+            yield HeldPart(
+                part=self.parts[part],
+                box=Box(start=(start[0] - starts[part], *start[1:]), size=count),
+                local=Box(start=place, size=count),
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldPart:
+    """A box of a weight of the Hugging Face module in the shard of a rank."""
+
+    part: WeightPart
+    box: Box
+    """Box of the part; of one expert without its dim."""
+    local: Box
+    """Box of the shard."""
+
+
+def _runs(ids: torch.Tensor, starts: set[int]) -> list[tuple[int, int, int]]:
+    """Return place, first number and length of each run of numbers that follow each other; a run begins at `starts`."""
+    begins = [0, *((ids.diff() != 1).nonzero()[:, 0] + 1).tolist()]
+    begins += [place for start in starts for place in (ids == start).nonzero()[:, 0].tolist()]
+    places = sorted({*begins, len(ids)})
+    return [(place, int(ids[place]), end - place) for place, end in pairwise(places)]
 
 
 def table_name(name: str, *, first_layer: int) -> str:

@@ -70,11 +70,15 @@ class RefitParties:
     """True where running rows go on with the adapter that they began with, so that no engine stands still for another
     one."""
 
-    def run_policy(self, request: Request[_T], *, ranks: Sequence[int] | None = None) -> list[_T]:
+    def run_policy(
+        self, request: Request[_T] | Sequence[Request[_T]], *, ranks: Sequence[int] | None = None
+    ) -> list[_T]:
         return self.submit_policy(request, ranks=ranks).result()
 
-    def submit_policy(self, request: Request[_T], *, ranks: Sequence[int] | None = None) -> Pending[list[_T]]:
-        """Submit a request to the policy's workers without waiting."""
+    def submit_policy(
+        self, request: Request[_T] | Sequence[Request[_T]], *, ranks: Sequence[int] | None = None
+    ) -> Pending[list[_T]]:
+        """Submit a request to the policy's workers, or one for each rank, without waiting."""
         return self.policy.submit(Call(request=request, stage=STAGE, timeout_s=self.timeout_s, ranks=ranks))
 
     def run_engines(self, request: Request[_T] | Mapping[int, Request[_T]]) -> dict[int, _T]:
@@ -184,7 +188,7 @@ class WeightSync(ABC):
         else:
             self._move(plan, all_sent, parties.engines.numbers)
             held = parties.run_engines(ask(RefitTarget.finish_refit, version=version))
-        ended = parties.submit_policy(ask(PolicyWorker.end_refit))
+        ended = parties.submit_policy(ask(PolicyWorker.end_refit)).then(partial(self._joined, plan))
         self._make_room(ended)
         _check_versions(held, version)
         receipt, sent = self._close_receipt(version, ended), ended.result()[0]
@@ -284,7 +288,7 @@ class WeightSync(ABC):
         plan = self._negotiate()
         self._move(plan, _nothing, to)
         parties.run_engines(dict.fromkeys(to, ask(RefitTarget.finish_refit, version=BASE)))
-        sent = parties.run_policy(ask(PolicyWorker.end_refit))[0]
+        sent = self._joined(plan, parties.run_policy(ask(PolicyWorker.end_refit)))[0]
         if self._receipts is not None:
             self._receipts.sent_base(sent)
         self._with_base = incarnations
@@ -318,6 +322,10 @@ class WeightSync(ABC):
             all_sent: to be called once, when the policy has nothing left to send; engines may still be loading.
             to: numbers of the engines; all of them where `sends_to_all`.
         """
+
+    def _joined(self, plan: RefitPlan, sent: list[Sent]) -> list[Sent]:
+        """Return what the policy has sent, the first one for all of its ranks."""
+        return sent
 
     def _open_receipt(self, *, has_new_engines: bool) -> None:
         if self._receipts is not None:

@@ -23,7 +23,10 @@ from nemo_rl.models.hf.loading import load_model_config
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.base import STAGE, RefitParties, WeightSync
 from nemo_rl.models.weight_sync.buckets import NUM_SLOTS, RefitPlan
-from nemo_rl.models.weight_sync.receipt import ReceiptSpec, make_probe
+from nemo_rl.models.weight_sync.receipt import ReceiptSpec, Sent, make_probe
+from nemo_rl.models.weight_sync.receipt.fingerprint import summed
+from nemo_rl.models.weight_sync.shard_plan import ShardPlan, plan_shards
+from nemo_rl.models.weight_sync.shard_transport import NUM_BUFFERS
 from nemo_rl.models.weight_sync.target import RefitTarget
 from nemo_rl.models.weight_sync.transport import ChannelOffer, ChannelRequest, RefitGroupSpec
 from nemo_rl.utils.flops import TransformerShape
@@ -32,6 +35,7 @@ __all__ = [
     "BroadcastWeightSync",
     "IpcWeightSync",
     "PayloadWeightSync",
+    "ShardWeightSync",
     "build_weight_sync",
     "choose_backend",
     "group_ranks",
@@ -219,13 +223,18 @@ class BroadcastWeightSync(WeightSync):
         )
         all_sent()
 
+    @property
+    def _senders(self) -> Sequence[int]:
+        """Return the ranks of the policy that are members; they are the first ones of the group."""
+        return [0]
+
     def _join(self) -> str:
-        parties = self._parties
-        sender = parties.run_policy(ask(PolicyWorker.report_device_id), ranks=[0])
+        parties, senders = self._parties, self._senders
+        own = parties.run_policy(ask(PolicyWorker.report_device_id), ranks=senders)
         devices = parties.run_engines(ask(RefitTarget.report_device_ids))
-        backend = choose_backend([*sender, *chain.from_iterable(devices.values())])
-        first_ranks = group_ranks(devices)
-        world_size = 1 + sum(map(len, devices.values()))
+        backend = choose_backend([*own, *chain.from_iterable(devices.values())])
+        self._first_ranks = first_ranks = group_ranks(devices, num_senders=len(senders))
+        world_size = len(senders) + sum(map(len, devices.values()))
         opening = ask(
             PolicyWorker.open_refit_store, address=self._address, world_size=world_size, timeout_s=parties.timeout_s
         )
@@ -244,22 +253,83 @@ class BroadcastWeightSync(WeightSync):
         engines = {
             engine: ask(RefitTarget.join_refit_group, spec=member(first)) for engine, first in first_ranks.items()
         }
-        _both(
-            lambda: parties.run_policy(ask(PolicyWorker.join_refit_group, spec=member(0)), ranks=[0]),
-            lambda: parties.run_engines(engines),
-        )
+        of_policy = [ask(PolicyWorker.join_refit_group, spec=member(rank)) for rank in range(parties.policy.world_size)]
+        _both(lambda: parties.run_policy(of_policy, ranks=senders), lambda: parties.run_engines(engines))
         return backend
 
+    _first_ranks: Mapping[int, int] = MappingProxyType({})
 
-def group_ranks(devices: Mapping[int, Sequence[str]]) -> dict[int, int]:
-    """Return engine -> number in the refit group of its first rank; the policy's is 0, and all ranks of an engine
-    follow each other.
+
+class ShardWeightSync(BroadcastWeightSync):
+    """Refit from shard to shard: every rank of the policy sends the parts of weights that it holds to the ranks of
+    engines that take them, as a `ShardPlan` has it, which is made when the group is."""
+
+    num_slots = NUM_BUFFERS
+
+    def __init__(self, parties: RefitParties, *, address: str) -> None:
+        super().__init__(parties, address=address)
+        self.plan: ShardPlan | None = None
+        """Plan of the last refit."""
+
+    @property
+    def _senders(self) -> Sequence[int]:
+        return range(self._parties.policy.world_size)
+
+    def _prepare(self) -> None:
+        if self._parties.engines.incarnations != self._members:
+            self.plan = None
+        super()._prepare()
+
+    def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int]) -> None:
+        parties = self._parties
+        if self.plan is None or self.plan.slots != plan.slots:
+            self._share(plan)
+        try:
+            _both(
+                lambda: parties.run_policy(ask(PolicyWorker.send_shards)),
+                lambda: parties.run_engines(ask(RefitTarget.receive_shards)),
+            )
+        except BaseException:
+            # Some have left the group.
+            self._members = {}
+            raise
+        all_sent()
+
+    def _share(self, plan: RefitPlan) -> None:
+        """Make the plan, and tell everybody its part."""
+        parties, slots = self._parties, plan.slots
+        held = parties.run_policy(ask(PolicyWorker.report_shards, names=tuple(slot.name for slot in slots)))
+        taken = parties.run_engines(ask(RefitTarget.report_parts, slots=slots))
+        first = self._first_ranks
+        of_ranks = {first[engine] + place: boxes for engine, own in taken.items() for place, boxes in enumerate(own)}
+        self.plan = made = plan_shards(slots, held, of_ranks, bucket_bytes=plan.bucket_bytes)
+        parties.run_policy([ask(PolicyWorker.take_shard_part, part=made.of(rank)) for rank in self._senders])
+        parties.run_engines(
+            {
+                engine: ask(RefitTarget.take_parts, parts=tuple(made.of(first[engine] + n) for n in range(len(own))))
+                for engine, own in taken.items()
+            }
+        )
+
+    def _joined(self, plan: RefitPlan, sent: list[Sent]) -> list[Sent]:
+        prints = {
+            slot.name: summed((each.parts.get(slot.name, 0) for each in sent), dtype=slot.dtype, shape=slot.shape)
+            for slot in plan.slots
+            if any(each.parts for each in sent)
+        }
+        return [Sent(num_bytes=sum(each.num_bytes for each in sent), fingerprints=prints)]
+
+
+def group_ranks(devices: Mapping[int, Sequence[str]], *, num_senders: int = 1) -> dict[int, int]:
+    """Return engine -> number in the refit group of its first rank; the policy's come before, and all ranks of an
+    engine follow each other.
 
     Args:
         devices: of the ranks of each engine.
+        num_senders: ranks of the policy in the group.
     """
     sizes = [len(ranks) for ranks in devices.values()]
-    return dict(zip(devices, accumulate(sizes, initial=1), strict=False))
+    return dict(zip(devices, accumulate(sizes, initial=num_senders), strict=False))
 
 
 def choose_backend(devices: Sequence[str]) -> str:
@@ -289,6 +359,8 @@ def build_weight_sync(transport: RefitTransport, parties: RefitParties, *, addre
     """
     if transport == "broadcast":
         return BroadcastWeightSync(parties, address=address)
+    if transport == "shards":
+        return ShardWeightSync(parties, address=address)
     kind = IpcWeightSync if transport == "ipc" else PayloadWeightSync
     return kind(parties, address=address)
 

@@ -20,6 +20,7 @@ import torch
 
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.hf.files import Box
 from nemo_rl.models.weight_sync.buckets import (
     BucketSink,
     RefitPlan,
@@ -32,6 +33,8 @@ from nemo_rl.models.weight_sync.buckets import (
 from nemo_rl.models.weight_sync.delta_buckets import DeltaSink, HeldWeights
 from nemo_rl.models.weight_sync.receipt import Answer, Probe
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
+from nemo_rl.models.weight_sync.shard_plan import Boxes, ShardPart
+from nemo_rl.models.weight_sync.shard_transport import ShardReceiver
 from nemo_rl.models.weight_sync.transport import (
     BucketReader,
     ChannelSpec,
@@ -65,6 +68,9 @@ class RefitReceiver:
         self._buffer_bytes = 0
         self._shared: torch.Tensor | None = None
         self._group: RefitGroup | None = None
+        self._part: ShardPart | None = None
+        self._num_missing: int | None = None
+        """Rounds of a refit by shards that have not come; None: none has begun."""
         self.tied_names: Mapping[str, str] = {}
         """Name of a weight that is not sent -> the sent one that it was tied to in `match`."""
 
@@ -151,12 +157,46 @@ class RefitReceiver:
         while sink.num_missing:
             sink.load(self._group.receive(buffer))
 
+    def take_part(self, part: ShardPart) -> None:
+        """Keep what this rank receives in each refit by shards from here on."""
+        self._part = part
+
+    def receive_shards(self, place: Callable[[WeightSlot, Box, torch.Tensor], None] | None = None) -> None:
+        """Receive the parts of all weights, while every rank of the policy sends them.
+
+        Args:
+            place: is given each piece, which is gone when it returns; None: it goes to its place in the model.
+
+        Raises:
+            WorkerError: the policy failed. CollectiveTimeout: a rank of it did not send in time.
+        """
+        assert self._group is not None and self._part is not None, "join and take_part come first"
+        self._held.forget()
+        self._num_missing = len(self._part.rounds)
+        targets = {slot.name: target for slot, target in zip(self._part.slots, self._targets, strict=True)}
+
+        def copy(slot: WeightSlot, box: Box, values: torch.Tensor) -> None:
+            box.of(targets[slot.name], held=Box.whole(slot.shape)).copy_(values)
+
+        try:
+            ShardReceiver(self._part, self._group).receive(place or copy)
+        except BaseException:
+            # Ranks of the policy that still send would wait for this one.
+            self.close()
+            raise
+        self._num_missing = 0
+
     def finish(self) -> None:
         """Free what the refit needed.
 
         Raises:
             WorkerError: buckets are missing.
         """
+        if self._num_missing is not None:
+            missing, self._num_missing, self._targets = self._num_missing, None, []
+            if missing:
+                raise WorkerError("the parts of weights were not all received", stage="refit")
+            return
         missing = self._begun().num_missing
         self._sink, self._targets, self._shared = None, [], None
         if missing:
@@ -294,6 +334,24 @@ class RefitTarget(ABC):
     def receive_weights(self) -> None:
         """(collective over the refit group) Receive all buckets, while the policy sends them."""
 
+    def report_parts(self, slots: tuple[WeightSlot, ...]) -> tuple[Boxes, ...]:
+        """Return the boxes of each weight that each rank of this engine takes; asked after `match_refit`, once in the
+        life of a plan.
+
+        Raises:
+            WorkerError: a loader of the engine takes something else than boxes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes no parts; set policy.generation.refit_transport=auto")
+
+    def take_parts(self, parts: tuple[ShardPart, ...]) -> None:
+        """Keep what each rank of this engine receives in each refit from here on."""
+        raise NotImplementedError(f"{type(self).__name__} takes no parts; set policy.generation.refit_transport=auto")
+
+    def receive_shards(self) -> None:
+        """Receive the parts of all weights, while every rank of the policy sends them; this engine holds no version
+        until `finish_refit`."""
+        raise NotImplementedError(f"{type(self).__name__} takes no parts; set policy.generation.refit_transport=auto")
+
     @abstractmethod
     def finish_refit(self, *, version: int) -> int:
         """End the refit, when all weights have come, and return the version now in use; of an adapter the version that
@@ -384,6 +442,16 @@ class ModuleRefitTarget(RefitTarget):
 
     def receive_weights(self) -> None:
         self._refit().receive()
+
+    def report_parts(self, slots: tuple[WeightSlot, ...]) -> tuple[Boxes, ...]:
+        return ([(Box.whole(slot.shape),) if slot.num_bytes else () for slot in slots],)
+
+    def take_parts(self, parts: tuple[ShardPart, ...]) -> None:
+        self._refit().take_part(parts[0])
+
+    def receive_shards(self) -> None:
+        self.hold_version(-1)
+        self._refit().receive_shards()
 
     def finish_refit(self, *, version: int) -> int:
         self._refit().finish()

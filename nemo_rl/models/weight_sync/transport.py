@@ -25,7 +25,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -163,6 +163,7 @@ class RefitGroup:
         choose_interface(spec.address)
         if store is None:
             store = open_client(spec.address, spec.port, world_size=spec.world_size, timeout=self._timeout, waits=True)
+        self._store = store
         if spec.backend == "nccl":
             options = nccl_options(self._timeout)
             self._group: dist.ProcessGroup = dist.ProcessGroupNCCL(store, spec.rank, spec.world_size, options)  # type: ignore[assignment]
@@ -196,6 +197,50 @@ class RefitGroup:
         part = buffer[:size]
         self._broadcast(part)
         return part
+
+    @property
+    def rank(self) -> int:
+        return self._spec.rank
+
+    def start_send(self, tensor: torch.Tensor, *, to: int) -> dist.Work:
+        """Begin to send to one member, which begins to receive as much from this one; `tensor` must stay as it is."""
+        return self._start(self._group.send, tensor, to)
+
+    def start_receive(self, tensor: torch.Tensor, *, source: int) -> dist.Work:
+        return self._start(self._group.recv, tensor, source)
+
+    def _start(self, begin: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> dist.Work:
+        try:
+            return begin([tensor], peer, 0)
+        except RuntimeError as error:
+            raise self._lost(error, peer) from error
+
+    def finish(self, work: dist.Work, *, peer: int) -> None:
+        """Wait for what `start_send` or `start_receive` has begun with a member.
+
+        Raises:
+            CollectiveTimeout: the member is gone or late.
+        """
+        try:
+            work.wait(self._timeout)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            raise self._lost(error, peer) from error
+
+    def leave_error(self, text: str) -> None:
+        """Write why this member fails, for members that hear from it that it does."""
+        self._store.set(f"error of {self.rank}", text)
+
+    def read_error(self, rank: int) -> str:
+        return self._store.get(f"error of {rank}").decode()
+
+    def _lost(self, error: RuntimeError, peer: int) -> CollectiveTimeout:
+        return CollectiveTimeout(
+            f"refit: rank {self.rank} of {self._spec.world_size} lost the other members, first rank {peer}, or waited "
+            f"{self._spec.timeout_s:.0f} s: {str(error).splitlines()[0]}",
+            stage="refit",
+        )
 
     def close(self) -> None:
         """Leave the group; members that still wait for this one fail soon. Idempotent."""

@@ -50,6 +50,8 @@ from nemo_rl.models.generation.vllm.turns import FORCED, VllmTurns, row_params
 from nemo_rl.models.hf.modules import HFRouters
 from nemo_rl.models.vision import family_of
 from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, match_slots
+from nemo_rl.models.weight_sync.shard_loader import joined_prints
+from nemo_rl.models.weight_sync.shard_plan import Boxes, ShardPart
 from nemo_rl.models.weight_sync.target import RefitTarget
 from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroupSpec
 from nemo_rl.routes.shape import RouteShape
@@ -399,6 +401,20 @@ class VllmWorker(VllmEngine, RecordedEngine, RefitTarget):
         with self._loading():
             self._on_ranks("receive")
 
+    def report_parts(self, slots: tuple[WeightSlot, ...]) -> tuple[Boxes, ...]:
+        self._slots = slots
+        return tuple(self._on_ranks("record_parts", slots))
+
+    def take_parts(self, parts: tuple[ShardPart, ...]) -> None:
+        self._on_ranks("keep_part", parts)
+
+    def receive_shards(self) -> None:
+        self.begin_weights()
+        with self._loading():
+            self._on_ranks("receive_shards")
+
+    _slots: tuple[WeightSlot, ...] = ()
+
     def finish_refit(self, *, version: int) -> int:
         with self._loading():
             [adapter, *_] = self._on_ranks("finish")
@@ -409,7 +425,14 @@ class VllmWorker(VllmEngine, RecordedEngine, RefitTarget):
         return version
 
     def fingerprints(self) -> Mapping[str, str]:
-        return same_on_all_ranks(self._on_ranks("fingerprints"))
+        parts = self._on_ranks("part_prints")
+        if None in parts:
+            return same_on_all_ranks(self._on_ranks("fingerprints"))
+        stale = self._on_ranks("stale_copies")
+        return {
+            **joined_prints(parts, self._slots),
+            **{name: text for of_rank in stale for name, text in of_rank.items()},
+        }
 
     def shutdown(self) -> None:
         if self._llm is not None and not self._has_lost_ranks:

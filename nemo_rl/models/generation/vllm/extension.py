@@ -11,10 +11,12 @@ Invariant: between `begin_reload` and `finish_reload` nothing may be generated.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
@@ -40,8 +43,10 @@ from nemo_rl.models.generation.vllm.sites import VllmRecorder, VllmSites
 from nemo_rl.models.generation.vllm.turns import draw_by_position, force_rows
 from nemo_rl.models.hf.files import FileNames, as_stored
 from nemo_rl.models.hf.loading import DTYPES, load_model_config, model_without_weights
-from nemo_rl.models.weight_sync.buckets import RefitPlan, free_bytes
+from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, free_bytes
 from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
+from nemo_rl.models.weight_sync.shard_loader import PartPrints, ShardLoader
+from nemo_rl.models.weight_sync.shard_plan import Boxes, ShardPart
 from nemo_rl.models.weight_sync.target import RefitReceiver
 from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroupSpec, device_id
 
@@ -74,6 +79,9 @@ class RankRefit:
         """Names in files of each weight that was handed over."""
         self._taken: set[str] = set()
         self._receiver = RefitReceiver(model, device, take=self._take)
+        self._slots: tuple[WeightSlot, ...] = ()
+        self._shards: ShardLoader | None = None
+        """Loader of the parts of weights in a refit by shards; None where weights came whole."""
 
     def device_id(self) -> str:
         return device_id(self._device)
@@ -82,8 +90,35 @@ class RankRefit:
         """Return memory that a buffer may take a part of: of this rank's device, or of its machine."""
         return free_bytes(self._device if on_device else torch.device("cpu"))
 
+    def record_parts(self, slots: tuple[WeightSlot, ...]) -> Boxes:
+        """Return the boxes that vLLM's loaders take of each weight in this rank; no weight changes."""
+        self._taken, self._recorded = set(), ShardLoader(self._device, self._take_part)
+        with self._loader.dry_reload():
+            return self._recorded.record(slots)
+
+    def keep_part(self, parts: Sequence[ShardPart]) -> None:
+        self._receiver.take_part(parts[self._rank])
+
+    def receive_shards(self) -> None:
+        """Receive the parts of all weights, while every rank of the policy sends them."""
+        self.begin_weights()
+        self._shards = self._recorded
+        self._shards.begin()
+        self._receiver.receive_shards(self._shards.place)
+
+    def _take_part(self, name: str, weight: torch.Tensor) -> None:
+        """Give a placeholder of a weight to vLLM's loaders."""
+        first = self._first[name]
+        if first not in self._taken:
+            self._taken.add(first)
+            self._loader.load_parts(list(as_stored(first, weight, self._file_names)))
+
+    def part_prints(self) -> PartPrints | None:
+        """Return the hash of each box of a weight in this rank's parameters; None where weights came whole."""
+        return None if self._shards is None else self._shards.prints()
+
     def begin_weights(self) -> None:
-        self._taken = set()
+        self._taken, self._shards = set(), None
         self._fingerprints, self._parts, self._files = Fingerprints(), Fingerprints(), {}
         self._loader.begin_reload()
 
@@ -125,11 +160,15 @@ class RankRefit:
                 is_whole = len(files) == 1
                 got = loaded.get(wrong[0], "nothing")
                 found[name] = got if is_whole else f"{got} in vLLM as {name_some(wrong)}"
-        for layer in self._loader.stale_copies():
-            name = f"{layer}.weight"
-            # A tied weight came under its first name.
-            found[self._first.get(name, name)] = f"other values in the packed copy of vLLM's {layer}"
-        return found
+        return found | self.stale_copies()
+
+    def stale_copies(self) -> dict[str, str]:
+        """Name of a weight -> what is wrong with vLLM's packed copy of it; a tied weight under its first name."""
+        layers = self._loader.stale_copies()
+        return {
+            self._first.get(f"{layer}.weight", f"{layer}.weight"): f"other values in the packed copy of vLLM's {layer}"
+            for layer in layers
+        }
 
     def delta_base(self) -> int:
         """Return version that a delta can build on; -1: none."""
@@ -344,6 +383,31 @@ class RefitExtension:
         """Take some weights, named as the files of the model name them; the tensors are kept and must not change."""
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(self.loaded.passing(named))
+
+    @contextmanager
+    def dry_reload(self) -> Iterator[None]:
+        """Let `load_parts` run over placeholders that copy nothing: vLLM's layers stay incomplete, and get their own
+        tensors back."""
+        model = self.model_runner.get_model()
+        if self.is_reloading:
+            self._finalize(model)
+            self.is_reloading = False
+        # It warns of each layer that got nothing.
+        log = logging.getLogger(layerwise.__name__)
+        level = log.level
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+            try:
+                yield
+            finally:
+                log.setLevel(logging.ERROR)
+                finalize_layerwise_reload(model, self.model_runner.model_config)
+                log.setLevel(level)
+
+    def load_parts(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Let the model's loaders run over placeholders, named as the files of the model name them."""
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.get_model().load_weights(named)
 
     def finish_reload(self) -> None:
         self._finalize(self.model_runner.get_model())

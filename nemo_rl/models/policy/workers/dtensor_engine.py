@@ -24,8 +24,9 @@ from nemo_rl.models.adapters.lora import adapter_places, initial_adapter, named_
 from nemo_rl.models.dtensor import checkpoint
 from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight, parallelize
 from nemo_rl.models.dtensor.train_step import LearningRate, LossScaler, OptimizerStep, StepRunner, build_optimizer
-from nemo_rl.models.dtensor.weights import fill_adapters, fill_shards, gather_weights, make_room, open_source
+from nemo_rl.models.dtensor.weights import box_of, fill_adapters, fill_shards, gather_weights, make_room, open_source
 from nemo_rl.models.hf.checkpoint_folder import AdapterBase, AdapterPart
+from nemo_rl.models.hf.files import Box, local_shard
 from nemo_rl.models.hf.loading import DTYPES, build_meta_model, decoder_sizes, named_weights
 from nemo_rl.models.hf.modules import HFRouters, HFSites
 from nemo_rl.models.policy.hooks import HookPoints, TokenPositions
@@ -207,6 +208,12 @@ class DTensorEngine(Engine):
     def full_weights(self, dtypes: Mapping[str, torch.dtype] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         # With CPU offload the shards are on the CPU, but are gathered on the device.
         return gather_weights(named_weights(self.model.hf), device=self._device, dtypes=dtypes or {})
+
+    def shards(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        for name, weight in named_weights(self.model.hf):
+            box = box_of(weight, rank=self._here.rank)
+            if box is not None and box.count:
+                yield name, box, local_shard(weight).detach()
 
     def adapter_infos(self) -> dict[str, TensorInfo]:
         return self._adapter_infos

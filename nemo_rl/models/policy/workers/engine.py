@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.models.hf.files import Box
 from nemo_rl.models.policy.hooks import HookPoints
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
@@ -119,6 +120,11 @@ class Engine(ABC):
         Args:
             dtypes: of weights that are cast, where possible before they are gathered; the others stay as they are.
         """
+
+    @abstractmethod
+    def shards(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """Yield each part of a weight that this rank holds, as a box of the full weight by its name in HF naming; a
+        part may be a copy of another rank's, and shares memory with the model."""
 
     # Adapters; an engine without `policy.lora` has none.
 

@@ -20,6 +20,7 @@ from nemo_rl.errors import ConfigError, ModelFolderError
 from nemo_rl.models.adapters.folder import base_identity
 from nemo_rl.models.adapters.lora import initial_adapter, without_adapters
 from nemo_rl.models.hf.checkpoint_folder import AdapterBase, AdapterPart, raise_together, read_adapter_together
+from nemo_rl.models.hf.files import Box
 from nemo_rl.models.hf.folder import open_weights
 from nemo_rl.models.hf.loading import ADAPTER_PART, DTYPES, load_model_config
 from nemo_rl.models.hf.writing import ModelDescription
@@ -30,6 +31,7 @@ from nemo_rl.models.megatron.convert import (
     export_adapter,
     export_weights,
     fill_adapters,
+    held_shards,
     load_weights,
     weight_infos,
 )
@@ -249,6 +251,9 @@ class MegatronEngine(Engine):
     def full_weights(self, dtypes: Mapping[str, torch.dtype] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         given = dtypes or {}
         return ((name, weight.to(given.get(name, weight.dtype))) for name, weight in export_weights(self.model))
+
+    def shards(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        return held_shards(self.model)
 
     def adapter_infos(self) -> dict[str, TensorInfo]:
         return adapter_infos(self.model)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from nemo_rl.config.backends import LoraConfig
 from nemo_rl.distributed.job_store import own_address
 from nemo_rl.models.adapters.lora import folded, merged
+from nemo_rl.models.hf.files import Box
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.workers.base import WorkerState
 from nemo_rl.models.policy.workers.device_states import DeviceStates
@@ -25,7 +26,9 @@ from nemo_rl.models.weight_sync import buckets, transport
 from nemo_rl.models.weight_sync.buckets import NUM_SLOTS, BucketFiller, RefitPlan, in_dtypes
 from nemo_rl.models.weight_sync.delta_buckets import DeltaFiller, HeldWeights
 from nemo_rl.models.weight_sync.receipt import Sent
-from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
+from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints, PartFingerprints
+from nemo_rl.models.weight_sync.shard_plan import Boxes, ShardPart
+from nemo_rl.models.weight_sync.shard_transport import ShardSender
 from nemo_rl.models.weight_sync.transport import (
     BucketSender,
     ChannelOffer,
@@ -53,6 +56,7 @@ class RefitSource(DeviceStates):
 
     def __init__(self, *, takes_fingerprints: bool = False, lora: LoraConfig | None = None) -> None:
         self._takes_fingerprints = takes_fingerprints and self.rank == 0
+        self._proves = takes_fingerprints
         self._lora = lora
         self._merge_loss = MergeLoss()
         self._fingerprints = Fingerprints()
@@ -65,6 +69,8 @@ class RefitSource(DeviceStates):
         self._slot_bytes = 0
         self._shared: SharedSlots | None = None
         self._channel: BucketSender | None = None
+        self._part: ShardPart | None = None
+        self._part_prints: PartFingerprints | None = None
 
     # What is sent.
 
@@ -225,7 +231,13 @@ class RefitSource(DeviceStates):
             torch.cuda.ipc_collect()
         self._device_side.release_cache()
         taken, self._fingerprints = self._fingerprints, Fingerprints()
-        return Sent(num_bytes=self._num_bytes, fingerprints=taken.result(), merge_loss=self._merge_loss.share())
+        prints, self._part_prints = self._part_prints, None
+        return Sent(
+            num_bytes=self._num_bytes,
+            fingerprints=taken.result(),
+            parts={} if prints is None else prints.sums(),
+            merge_loss=self._merge_loss.share(),
+        )
 
     def open_refit_store(self, *, address: str, world_size: int, timeout_s: float) -> int:
         """(rank 0) Open the store of the refit group; return its port."""
@@ -234,7 +246,7 @@ class RefitSource(DeviceStates):
         return int(store.port)
 
     def join_refit_group(self, spec: RefitGroupSpec) -> None:
-        """(rank 0, while every engine joins) Make the refit group, in place of the one before."""
+        """(rank 0, by shards every rank, while every engine joins) Make the refit group, in place of the one before."""
         if self._refit_group is not None:
             self._refit_group.close()
         self._refit_group = RefitGroup(spec, device=self.device, store=self._refit_store)
@@ -250,6 +262,40 @@ class RefitSource(DeviceStates):
                 size = self._fill()
             if self._refit_group is not None and self._buffer is not None:
                 self._refit_group.send(self._buffer[:size])
+
+    def report_shards(self, names: tuple[str, ...]) -> Boxes:
+        """Return the boxes of each of these weights that this rank holds."""
+        held = self._held_shards()
+        return [[box for box, _ in held.get(name, ())] for name in names]
+
+    def take_shard_part(self, part: ShardPart) -> None:
+        """Keep what this rank sends in each refit by shards from here on."""
+        self._part = part
+
+    def send_shards(self) -> None:
+        """(every rank, while every engine receives) Send this rank's parts of all weights.
+
+        Raises:
+            CollectiveTimeout: all engines are gone or late. An error of this rank reaches its receivers as text.
+        """
+        self.require("send_shards", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
+        assert self._part is not None and self._refit_group is not None, (
+            "join_refit_group and take_shard_part come first"
+        )
+        self._part_prints = PartFingerprints() if self._proves else None
+        with self.guarding("refit", REFIT_KEYS):
+            sender = ShardSender(self._part, self._refit_group, prints=self._part_prints)
+            try:
+                self._num_bytes = sender.send(self._held_shards())
+            except Exception as error:
+                sender.send_error(f"{type(error).__name__}: {error}")
+                raise
+
+    def _held_shards(self) -> dict[str, list[tuple[Box, torch.Tensor]]]:
+        held: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        for name, box, values in self.engine.shards():
+            held.setdefault(name, []).append((box, values))
+        return held
 
     def _close_refit(self) -> None:
         """Leave the refit group. Idempotent."""

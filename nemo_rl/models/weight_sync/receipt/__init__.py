@@ -218,6 +218,8 @@ class Sent:
     fingerprints: Mapping[str, str]
     """Name of a weight in Hugging Face naming -> fingerprint in the engines' dtype; rank 0 has them where receipts
     are taken."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Name -> hash of all parts of the weight that this rank has sent; of refits by shards alone."""
     merge_loss: float | None = None
     """Share of the adapter that rounding to the engines' dtype has lost; None where none was merged into weights."""
 

@@ -4,10 +4,13 @@ Taken by the policy of what it sends, and by engines of what they hold. Invarian
 same bytes in another order among them, have different fingerprints, but for a chance of at most 2**-32 and mostly of
 about 2**-60; on any device the numbers are the same. It is no protection against somebody who chooses the bytes by the
 factors. `WeightsDigest` is for weights that may differ a little.
+
+The hash is a sum over the bytes, so that those of parts add up to that of the whole (`hash_part`, `summed`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, reduce
@@ -15,7 +18,9 @@ from operator import add
 
 import torch
 
-__all__ = ["Fingerprints", "fingerprints"]
+from nemo_rl.models.hf.files import Box
+
+__all__ = ["Fingerprints", "PartFingerprints", "fingerprints", "hash_part", "summed"]
 
 BLOCK = 4096
 """Words of 64 bits in a row of the table that the bytes of a weight are."""
@@ -52,8 +57,7 @@ class Fingerprints:
 
     def add(self, name: str, weight: torch.Tensor) -> None:
         """Add a weight, which may change or go from here on unless `defers` is set."""
-        shape = "x".join(map(str, weight.shape)) or "scalar"
-        self._heads[name] = f"{str(weight.dtype).removeprefix('torch.')} {shape}"
+        self._heads[name] = _head(str(weight.dtype).removeprefix("torch."), tuple(weight.shape))
         if self._kept is None:
             self._hashes[name] = _hash(weight)
         else:
@@ -90,6 +94,84 @@ def fingerprints(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
             found.add(name, weight)
     result = found.result()
     return {name: result[same[name]] for name, _ in kept}
+
+
+class PartFingerprints:
+    """Hashes of parts of weights, which may come several times; a GPU is waited for once, at the end."""
+
+    def __init__(self) -> None:
+        self._hashes: dict[tuple[str, Box], torch.Tensor] = {}
+
+    def add(self, name: str, box: Box, part: torch.Tensor, *, shape: tuple[int, ...]) -> None:
+        """Add a box of a weight of this shape; `part` may change from here on."""
+        self._hashes[name, box] = hash_part(part, box, shape)
+
+    def sums(self) -> dict[str, int]:
+        """Name -> hash of all boxes of a weight together."""
+        return {name: sum(hashes.values()) for name, hashes in self.result().items()}
+
+    def result(self) -> dict[str, dict[Box, int]]:
+        """Name -> hash of each box."""
+        found: dict[str, dict[Box, int]] = {}
+        if self._hashes:
+            numbers = torch.stack(list(self._hashes.values())).tolist()
+            for (name, box), number in zip(self._hashes, numbers, strict=True):
+                found.setdefault(name, {})[box] = number
+        return found
+
+
+def hash_part(part: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return scalar int64, on the device of the part: what the box `part` adds to the hash of a weight of this shape.
+
+    Args:
+        part: the box of the weight; it may change from here on.
+    """
+    # Dims that follow the last one that is cut lie end to end.
+    cut = max((dim for dim, size in enumerate(box.size) if size != shape[dim]), default=0)
+    rows = part.detach().contiguous().view(-1, *box.size[cut:]).flatten(1) if shape else part.detach().view(1, 1)
+    starts = torch.zeros(1, dtype=torch.int64)
+    for dim in range(cut):
+        starts = (starts[:, None] * shape[dim] + torch.arange(box.start[dim], box.start[dim] + box.size[dim])).flatten()
+    if shape:
+        inner = math.prod(shape[cut + 1 :])
+        starts = (starts * shape[cut] + box.start[cut]) * inner
+    starts = starts * part.element_size()
+    raw = rows.view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    for lead in (starts % WORD_BYTES).unique().tolist():
+        chosen = (starts % WORD_BYTES == lead).nonzero()[:, 0]
+        own = raw if len(chosen) == len(raw) else raw[chosen.to(raw.device)]
+        size = own.shape[1] + lead
+        padded = torch.nn.functional.pad(own, (lead, -size % WORD_BYTES)) if lead or size % WORD_BYTES else own
+        total += _hash_runs(padded.contiguous().view(-1).view(torch.int64).view(len(own), -1), starts[chosen] // 8)
+    return total
+
+
+def _hash_runs(words: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Return the sum over runs of words `[runs, words]` that begin at these words `[runs]` of a weight."""
+    factors, count = _factors(words.device), words.shape[1]
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    at_once, steps = max(1, (ROWS_AT_ONCE * BLOCK) // count), ROWS_AT_ONCE * BLOCK
+    if words.device.type != "cpu":
+        at_once, steps = max(1, (ROWS_ON_DEVICE * BLOCK) // count), ROWS_ON_DEVICE * BLOCK
+    for first in range(0, len(words), at_once):
+        for begin in range(0, count, steps):
+            part = words[first : first + at_once, begin : begin + steps]
+            columns = torch.arange(begin, begin + part.shape[1], device=words.device)
+            places = starts[first : first + at_once].to(words.device)[:, None] + columns
+            column = places % BLOCK
+            sums = factors.words[column] * part + factors.halves[column] * (part >> HALF)
+            total += (sums * factors.rows[places // BLOCK % NUM_FACTORS]).sum()
+    return total
+
+
+def summed(hashes: Iterable[int], *, dtype: str, shape: tuple[int, ...]) -> str:
+    """Return the fingerprint of a weight from the hashes of parts that cover it once."""
+    return f"{_head(dtype, shape)} {sum(hashes) % 2**64:016x}"
+
+
+def _head(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {'x'.join(map(str, shape)) or 'scalar'}"
 
 
 def _hash(weight: torch.Tensor) -> torch.Tensor:
