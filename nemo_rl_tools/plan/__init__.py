@@ -75,7 +75,7 @@ def stage_bounds(setting: PlanSetting, batches: Batches, engine: EngineMemory, p
     found += [_pass(setting, setting.gpu, batches, part) for part in passes_of(setting)]
     crossing = plane.step_bytes / setting.gpu.network_rate if setting.config.cluster.num_nodes > 1 else 0.0
     found.append(StageBound(stage="data plane", arithmetic_s=0.0, memory_s=0.0, network_s=crossing))
-    is_far = setting.config.refit_transport == "broadcast" and setting.config.cluster.num_nodes > 1
+    is_far = setting.config.refit_transport in ("broadcast", "shards") and setting.config.cluster.num_nodes > 1
     rate = setting.gpu.network_rate if is_far else setting.gpu.link_rate
     # Engines that serve adapters have the base from the first refit on.
     size = sum(slot.num_bytes for slot in adapter_slots(setting) or plan_slots(setting))

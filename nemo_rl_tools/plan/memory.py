@@ -184,13 +184,15 @@ def delta_bytes(setting: PlanSetting, *, ranks: int, engines: int) -> int:
 
 
 def refit_bytes(setting: PlanSetting) -> int:
-    """Return the bytes of a refit on each rank: its buckets, and the largest weight whole in the policy's dtype and in
-    the engine's."""
+    """Return the bytes of a refit on each rank: its buckets, and the largest weight whole in the dtypes of policy and
+    engine, unless it goes by shards."""
     slots = plan_slots(setting)
     ratio = setting.policy.generation.refit_buffer_ratio
     most = most_bucket_bytes(on_device=setting.gpu is not None)
     num_slots = 1 if setting.config.refit_transport == "broadcast" else NUM_SLOTS
     bucket = num_slots * bucket_bytes(slots, free=int(most / ratio) + 1, ratio=ratio, most=most)
+    if setting.config.refit_transport == "shards":
+        return bucket
     largest = max(math.prod(slot.shape) for slot in slots)
     held = FLOAT32_BYTES if not setting.is_megatron else setting.element_bytes
     return bucket + largest * (held + setting.engine_element_bytes)

@@ -158,7 +158,7 @@ def plan_ports(setting: PlanSetting) -> Iterator[Port]:
     if config.cluster.address is None:
         yield Port(who="Ray (metadata, object store, workers)")
     yield Port(who="rendezvous of the policy ranks")
-    if config.refit_transport == "broadcast":
+    if config.refit_transport in ("broadcast", "shards"):
         yield Port(who="rendezvous of the refit")
     if plane.impl == "transfer_queue" and not plane.is_guest_of_queue:
         yield Port(who="TransferQueue controller and storage units")

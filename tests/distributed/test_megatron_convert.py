@@ -14,11 +14,13 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.errors import ModelFolderError
+from nemo_rl.models.hf.files import Box
 from nemo_rl.models.hf.folder import ALL_ROWS, ModelWeights, open_weights
 from nemo_rl.models.hf.loading import named_weights
 from nemo_rl.models.hf.writing import ModelDescription, write_folder
-from nemo_rl.models.megatron.convert import export_weights, load_weights, weight_infos
-from nemo_rl.models.megatron.convert_table import table_name
+from nemo_rl.models.megatron.architecture import Architecture
+from nemo_rl.models.megatron.convert import export_weights, held_shards, load_weights, weight_infos
+from nemo_rl.models.megatron.convert_table import table_name, weights_of
 from nemo_rl.models.megatron.setup import MegatronModel, build_model, destroy_parallel, initialize_parallel
 from tests.helpers.gloo import COLLECTIVE_TIMEOUT_S, run_ranks
 from tests.helpers.megatron_models import FAMILIES, forward, hf_model, policy_config, tokens
@@ -88,6 +90,10 @@ class Outcome:
     """Exported weights in memory at a time, when the caller drops each before it takes the next."""
     strided: list[str]
     logit_error: float
+    held: dict[str, set[Box]]
+    """Boxes that this rank holds of each exported weight."""
+    held_otherwise: list[str]
+    """Weights whose boxes have other values than the export."""
     read: dict[str, int]
 
 
@@ -113,6 +119,12 @@ def _outcome(name: str, case: Case) -> Outcome:
         del weight
     infos = weight_infos(hf.config, dtype)
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.module.parameters(), *model.module.buffers())}
+    held: dict[str, set[Box]] = {}
+    held_otherwise = []
+    for exported, box, values in held_shards(model, "weights"):
+        held.setdefault(exported, set()).add(box)
+        if not torch.equal(box.of(found[exported], held=Box.whole(tuple(found[exported].shape))), values):
+            held_otherwise.append(exported)
     both = expected.keys() & found.keys() & infos.keys()
     return Outcome(
         names_differ=(expected.keys() ^ found.keys()) | (expected.keys() ^ infos.keys()),
@@ -127,6 +139,8 @@ def _outcome(name: str, case: Case) -> Outcome:
         shares_memory=[name for name in both if found[name].untyped_storage().data_ptr() in own],
         most_alive=most_alive,
         strided=[name for name in both if not found[name].is_contiguous()],
+        held=held,
+        held_otherwise=held_otherwise,
         logit_error=_logit_error(name, model, hf),
         read=source.read,
     )
@@ -213,6 +227,25 @@ def test_a_round_trip_changes_no_bit(job: Job, name: str) -> None:
         outcome = rank[name]
         assert not outcome.names_differ
         assert not outcome.changed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_hold_each_element_of_the_export_as_it_is_exported(job: Job, name: str) -> None:
+    """By this a refit from shard to shard takes the parts of megatron-core's weights."""
+    shapes = {part.name: part.shape for weight in weights_of(_architecture(name)) for part in weight.parts}
+    held: dict[str, set[Box]] = {weight: set() for weight in shapes}
+    for rank in job.ranks:
+        assert not rank[name].held_otherwise
+        for weight, boxes in rank[name].held.items():
+            held[weight] |= boxes
+    for weight, boxes in held.items():
+        assert sum(box.count for box in boxes) == Box.whole(shapes[weight]).count, weight
+        assert not any(one.meet(other) for one in boxes for other in boxes if one != other), weight
+
+
+def _architecture(name: str) -> Architecture:
+    case = CASES[name]
+    return Architecture.of(hf_model(case.family, **case.changes).config)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -101,12 +101,13 @@ def export_weights(model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:
     yield from _export_all(model, weights_of(model.shape), tensors, dtype=model.config.params_dtype)
 
 
-def held_shards(model: MegatronModel) -> Iterator[tuple[str, Box, torch.Tensor]]:
-    """Yield the parts of the weights of `export_weights` that this rank holds: name, box and values, which share memory
-    with the model unless they are cast."""
+def held_shards(model: MegatronModel, kind: Literal["weights", "adapter"]) -> Iterator[tuple[str, Box, torch.Tensor]]:
+    """Yield the parts of the weights of `export_weights`, or of the tensors of `export_adapter`, that this rank holds:
+    name, box and values, which share memory with the model unless they are cast."""
     groups, tensors = _WeightGroups.of_rank(), _tensors(model.module, model.config)
-    for weight in weights_of(model.shape):
-        dtype = _dtype(weight, model.config.params_dtype)
+    is_adapter = kind == "adapter"
+    for weight in model.adapters if is_adapter else weights_of(model.shape):
+        dtype = _dtype(weight, torch.float32 if is_adapter else model.config.params_dtype)
         group = groups.expert_tensor if weight.num_experts else groups.tensor
         count = weight.num_experts // groups.expert.size()
         first = groups.expert.rank() * count

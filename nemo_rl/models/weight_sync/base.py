@@ -258,7 +258,7 @@ class WeightSync(ABC):
         plan = self._negotiate("adapter")
         self._move(plan, partial(self._open_receipt, has_new_engines=bool(replaced)), parties.engines.numbers)
         _check_versions(parties.run_engines(ask(RefitTarget.finish_refit, version=version)), version)
-        ended = parties.submit_policy(ask(PolicyWorker.end_refit))
+        ended = parties.submit_policy(ask(PolicyWorker.end_refit)).then(partial(self._joined, plan))
         self._make_room(ended)
         use = partial(self._use_adapter, version)
         if self._receipts is not None:

@@ -268,8 +268,8 @@ class ShardWeightSync(BroadcastWeightSync):
 
     def __init__(self, parties: RefitParties, *, address: str) -> None:
         super().__init__(parties, address=address)
-        self.plan: ShardPlan | None = None
-        """Plan of the last refit."""
+        self.plans: dict[str, ShardPlan] = {}
+        """Plan of the last refit of weights, and of an adapter, by the kind."""
 
     @property
     def _senders(self) -> Sequence[int]:
@@ -277,17 +277,17 @@ class ShardWeightSync(BroadcastWeightSync):
 
     def _prepare(self) -> None:
         if self._parties.engines.incarnations != self._members:
-            self.plan = None
+            self.plans = {}
         super()._prepare()
 
     def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int]) -> None:
-        parties = self._parties
-        if self.plan is None or self.plan.slots != plan.slots:
+        parties, known = self._parties, self.plans.get(plan.kind)
+        if known is None or known.slots != plan.slots:
             self._share(plan)
         try:
             _both(
-                lambda: parties.run_policy(ask(PolicyWorker.send_shards)),
-                lambda: parties.run_engines(ask(RefitTarget.receive_shards)),
+                lambda: parties.run_policy(ask(PolicyWorker.send_shards, kind=plan.kind)),
+                lambda: parties.run_engines(ask(RefitTarget.receive_shards, kind=plan.kind)),
             )
         except BaseException:
             # Some have left the group.
@@ -297,16 +297,19 @@ class ShardWeightSync(BroadcastWeightSync):
 
     def _share(self, plan: RefitPlan) -> None:
         """Make the plan, and tell everybody its part."""
-        parties, slots = self._parties, plan.slots
-        held = parties.run_policy(ask(PolicyWorker.report_shards, names=tuple(slot.name for slot in slots)))
-        taken = parties.run_engines(ask(RefitTarget.report_parts, slots=slots))
+        parties, slots, kind = self._parties, plan.slots, plan.kind
+        names = tuple(slot.name for slot in slots)
+        held = parties.run_policy(ask(PolicyWorker.report_shards, names=names, kind=kind))
+        taken = parties.run_engines(ask(RefitTarget.report_parts, slots=slots, kind=kind))
         first = self._first_ranks
         of_ranks = {first[engine] + place: boxes for engine, own in taken.items() for place, boxes in enumerate(own)}
-        self.plan = made = plan_shards(slots, held, of_ranks, bucket_bytes=plan.bucket_bytes)
-        parties.run_policy([ask(PolicyWorker.take_shard_part, part=made.of(rank)) for rank in self._senders])
+        self.plans[kind] = made = plan_shards(slots, held, of_ranks, bucket_bytes=plan.bucket_bytes)
+        parties.run_policy([ask(PolicyWorker.take_shard_part, part=made.of(rank), kind=kind) for rank in self._senders])
         parties.run_engines(
             {
-                engine: ask(RefitTarget.take_parts, parts=tuple(made.of(first[engine] + n) for n in range(len(own))))
+                engine: ask(
+                    RefitTarget.take_parts, parts=tuple(made.of(first[engine] + n) for n in range(len(own))), kind=kind
+                )
                 for engine, own in taken.items()
             }
         )

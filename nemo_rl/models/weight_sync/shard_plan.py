@@ -18,12 +18,14 @@ from nemo_rl.errors import WorkerError
 from nemo_rl.models.hf.files import Box
 from nemo_rl.models.weight_sync.buckets import WeightSlot
 
-__all__ = ["Boxes", "ShardPart", "ShardPiece", "ShardPlan", "ShardSegment", "aligned", "plan_shards"]
+__all__ = ["Boxes", "ShardPart", "ShardPiece", "ShardPlan", "ShardSegment", "aligned", "plan_shards", "whole_boxes"]
 
 Boxes = Sequence[Sequence[Box]]
 """Boxes of each weight, in the order of the slots."""
 GRAINS = 64
 """Pieces that the share of a rank is cut into at least, where several ranks can send it."""
+PARTS = 32
+"""Pieces that a full buffer has at least: each is cast and hashed in memory of its own."""
 MIN_GRAIN_BYTES = 256
 ALIGNMENT = 8
 """Each segment of a buffer begins at a multiple: elements of any dtype can be read there."""
@@ -84,6 +86,11 @@ class ShardPlan:
         return ShardPart(slots=self.slots, rounds=tuple(segments for segments in own if segments))
 
 
+def whole_boxes(slots: Sequence[WeightSlot]) -> Boxes:
+    """Return the boxes of a rank that takes every weight whole."""
+    return [(Box.whole(slot.shape),) if slot.num_bytes else () for slot in slots]
+
+
 def plan_shards(
     slots: tuple[WeightSlot, ...], held: Sequence[Boxes], taken: Mapping[int, Boxes], *, bucket_bytes: int
 ) -> ShardPlan:
@@ -100,6 +107,7 @@ def plan_shards(
     loads: Counter[int] = Counter(dict.fromkeys(range(len(held)), 0))
     share = sum(box.count * slot.element_bytes for boxes in taken.values() for slot, box in _all(slots, boxes))
     grain = max(MIN_GRAIN_BYTES, share // (GRAINS * len(held)))
+    part = min(bucket_bytes, max(MIN_GRAIN_BYTES, bucket_bytes // PARTS))
     rounds = _Rounds(slots, bucket_bytes)
     received: Counter[int] = Counter(dict.fromkeys(taken, 0))
     for index, slot in enumerate(slots):
@@ -110,7 +118,7 @@ def plan_shards(
                 meeting = wanted.meet(own)
                 if meeting is None:
                     continue
-                most = bucket_bytes if len(senders) == 1 else min(grain, bucket_bytes)
+                most = part if len(senders) == 1 else min(grain, part)
                 for box in _cut(meeting, most=max(1, most // slot.element_bytes)):
                     sender = min(senders, key=lambda rank: (loads[rank], rank))
                     size = box.count * slot.element_bytes

@@ -33,7 +33,7 @@ from nemo_rl.models.weight_sync.buckets import (
 from nemo_rl.models.weight_sync.delta_buckets import DeltaSink, HeldWeights
 from nemo_rl.models.weight_sync.receipt import Answer, Probe
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints
-from nemo_rl.models.weight_sync.shard_plan import Boxes, ShardPart
+from nemo_rl.models.weight_sync.shard_plan import Boxes, ShardPart, whole_boxes
 from nemo_rl.models.weight_sync.shard_transport import ShardReceiver
 from nemo_rl.models.weight_sync.transport import (
     BucketReader,
@@ -68,7 +68,7 @@ class RefitReceiver:
         self._buffer_bytes = 0
         self._shared: torch.Tensor | None = None
         self._group: RefitGroup | None = None
-        self._part: ShardPart | None = None
+        self._parts: dict[str, ShardPart] = {}
         self._num_missing: int | None = None
         """Rounds of a refit by shards that have not come; None: none has begun."""
         self.tied_names: Mapping[str, str] = {}
@@ -96,11 +96,13 @@ class RefitReceiver:
         self._shared = handle.open(self._device) if handle is not None else None
 
     def _adapter_sink(self, plan: RefitPlan) -> RefitSink:
-        self._staged = {
-            slot.name: torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device=self._device)
-            for slot in plan.slots
-        }
+        self._staged = self._room_for(plan.slots)
         return BucketSink(plan, list(self._staged.values()))
+
+    def _room_for(self, slots: Iterable[WeightSlot]) -> dict[str, torch.Tensor]:
+        return {
+            slot.name: torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device=self._device) for slot in slots
+        }
 
     def take_adapter(self) -> dict[str, torch.Tensor] | None:
         """Return the adapter that has come, after `finish`; None where weights have come."""
@@ -157,12 +159,17 @@ class RefitReceiver:
         while sink.num_missing:
             sink.load(self._group.receive(buffer))
 
-    def take_part(self, part: ShardPart) -> None:
-        """Keep what this rank receives in each refit by shards from here on."""
-        self._part = part
+    def take_part(self, part: ShardPart, kind: Literal["weights", "adapter"]) -> None:
+        """Keep what this rank receives in each refit by shards of this kind from here on."""
+        self._parts[kind] = part
 
-    def receive_shards(self, place: Callable[[WeightSlot, Box, torch.Tensor], None] | None = None) -> None:
-        """Receive the parts of all weights, while every rank of the policy sends them.
+    def receive_shards(
+        self,
+        kind: Literal["weights", "adapter"],
+        *,
+        place: Callable[[WeightSlot, Box, torch.Tensor], None] | None = None,
+    ) -> None:
+        """Receive the parts of all weights, while every rank of the policy sends them; an adapter lies beside them.
 
         Args:
             place: is given each piece, which is gone when it returns; None: it goes to its place in the model.
@@ -170,16 +177,21 @@ class RefitReceiver:
         Raises:
             WorkerError: the policy failed. CollectiveTimeout: a rank of it did not send in time.
         """
-        assert self._group is not None and self._part is not None, "join and take_part come first"
-        self._held.forget()
-        self._num_missing = len(self._part.rounds)
-        targets = {slot.name: target for slot, target in zip(self._part.slots, self._targets, strict=True)}
+        assert self._group is not None, "join and take_part come first"
+        part, targets, self._staged = self._parts[kind], dict[str, torch.Tensor](), {}
+        self._num_missing = len(part.rounds)
+        if kind == "adapter":
+            targets = self._staged = self._room_for(part.slots)
+        elif place is None:
+            targets = dict(zip((slot.name for slot in part.slots), self._targets, strict=True))
+        if kind == "weights":
+            self._held.forget()
 
         def copy(slot: WeightSlot, box: Box, values: torch.Tensor) -> None:
             box.of(targets[slot.name], held=Box.whole(slot.shape)).copy_(values)
 
         try:
-            ShardReceiver(self._part, self._group).receive(place or copy)
+            ShardReceiver(part, self._group).receive(place or copy)
         except BaseException:
             # Ranks of the policy that still send would wait for this one.
             self.close()
@@ -334,22 +346,22 @@ class RefitTarget(ABC):
     def receive_weights(self) -> None:
         """(collective over the refit group) Receive all buckets, while the policy sends them."""
 
-    def report_parts(self, slots: tuple[WeightSlot, ...]) -> tuple[Boxes, ...]:
-        """Return the boxes of each weight that each rank of this engine takes; asked after `match_refit`, once in the
-        life of a plan.
+    def report_parts(self, slots: tuple[WeightSlot, ...], kind: Literal["weights", "adapter"]) -> tuple[Boxes, ...]:
+        """Return the boxes of each weight that each rank of this engine takes, or those of an adapter; asked after
+        `match_refit` or `match_adapter`, once in the life of a plan.
 
         Raises:
             WorkerError: a loader of the engine takes something else than boxes.
         """
         raise NotImplementedError(f"{type(self).__name__} takes no parts; set policy.generation.refit_transport=auto")
 
-    def take_parts(self, parts: tuple[ShardPart, ...]) -> None:
-        """Keep what each rank of this engine receives in each refit from here on."""
+    def take_parts(self, parts: tuple[ShardPart, ...], kind: Literal["weights", "adapter"]) -> None:
+        """Keep what each rank of this engine receives in each refit of this kind from here on."""
         raise NotImplementedError(f"{type(self).__name__} takes no parts; set policy.generation.refit_transport=auto")
 
-    def receive_shards(self) -> None:
+    def receive_shards(self, kind: Literal["weights", "adapter"]) -> None:
         """Receive the parts of all weights, while every rank of the policy sends them; this engine holds no version
-        until `finish_refit`."""
+        until `finish_refit`, but for an adapter."""
         raise NotImplementedError(f"{type(self).__name__} takes no parts; set policy.generation.refit_transport=auto")
 
     @abstractmethod
@@ -443,15 +455,16 @@ class ModuleRefitTarget(RefitTarget):
     def receive_weights(self) -> None:
         self._refit().receive()
 
-    def report_parts(self, slots: tuple[WeightSlot, ...]) -> tuple[Boxes, ...]:
-        return ([(Box.whole(slot.shape),) if slot.num_bytes else () for slot in slots],)
+    def report_parts(self, slots: tuple[WeightSlot, ...], kind: Literal["weights", "adapter"]) -> tuple[Boxes, ...]:
+        return (whole_boxes(slots),)
 
-    def take_parts(self, parts: tuple[ShardPart, ...]) -> None:
-        self._refit().take_part(parts[0])
+    def take_parts(self, parts: tuple[ShardPart, ...], kind: Literal["weights", "adapter"]) -> None:
+        self._refit().take_part(parts[0], kind)
 
-    def receive_shards(self) -> None:
-        self.hold_version(-1)
-        self._refit().receive_shards()
+    def receive_shards(self, kind: Literal["weights", "adapter"]) -> None:
+        if kind == "weights":
+            self.hold_version(-1)
+        self._refit().receive_shards(kind)
 
     def finish_refit(self, *, version: int) -> int:
         self._refit().finish()

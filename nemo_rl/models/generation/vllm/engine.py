@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -401,17 +401,21 @@ class VllmWorker(VllmEngine, RecordedEngine, RefitTarget):
         with self._loading():
             self._on_ranks("receive")
 
-    def report_parts(self, slots: tuple[WeightSlot, ...]) -> tuple[Boxes, ...]:
-        self._slots = slots
-        return tuple(self._on_ranks("record_parts", slots))
+    def report_parts(self, slots: tuple[WeightSlot, ...], kind: Literal["weights", "adapter"]) -> tuple[Boxes, ...]:
+        if kind == "weights":
+            self._slots = slots
+        return tuple(self._on_ranks("record_parts", slots, kind))
 
-    def take_parts(self, parts: tuple[ShardPart, ...]) -> None:
-        self._on_ranks("keep_part", parts)
+    def take_parts(self, parts: tuple[ShardPart, ...], kind: Literal["weights", "adapter"]) -> None:
+        self._on_ranks("keep_part", parts, kind)
 
-    def receive_shards(self) -> None:
-        self.begin_weights()
+    def receive_shards(self, kind: Literal["weights", "adapter"]) -> None:
+        if kind == "weights":
+            self.begin_weights()
+        else:
+            self._states.wake_weights()
         with self._loading():
-            self._on_ranks("receive_shards")
+            self._on_ranks("receive_shards", kind)
 
     _slots: tuple[WeightSlot, ...] = ()
 

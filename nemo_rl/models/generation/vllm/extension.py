@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -46,7 +46,7 @@ from nemo_rl.models.hf.loading import DTYPES, load_model_config, model_without_w
 from nemo_rl.models.weight_sync.buckets import RefitPlan, WeightSlot, free_bytes
 from nemo_rl.models.weight_sync.receipt.fingerprint import Fingerprints
 from nemo_rl.models.weight_sync.shard_loader import PartPrints, ShardLoader
-from nemo_rl.models.weight_sync.shard_plan import Boxes, ShardPart
+from nemo_rl.models.weight_sync.shard_plan import Boxes, ShardPart, whole_boxes
 from nemo_rl.models.weight_sync.target import RefitReceiver
 from nemo_rl.models.weight_sync.transport import IpcHandle, RefitGroupSpec, device_id
 
@@ -90,21 +90,27 @@ class RankRefit:
         """Return memory that a buffer may take a part of: of this rank's device, or of its machine."""
         return free_bytes(self._device if on_device else torch.device("cpu"))
 
-    def record_parts(self, slots: tuple[WeightSlot, ...]) -> Boxes:
-        """Return the boxes that vLLM's loaders take of each weight in this rank; no weight changes."""
+    def record_parts(self, slots: tuple[WeightSlot, ...], kind: Literal["weights", "adapter"]) -> Boxes:
+        """Return the boxes that vLLM's loaders take of each weight in this rank; no weight changes. An adapter is taken
+        whole."""
+        if kind == "adapter":
+            return whole_boxes(slots)
         self._taken, self._recorded = set(), ShardLoader(self._device, self._take_part)
         with self._loader.dry_reload():
             return self._recorded.record(slots)
 
-    def keep_part(self, parts: Sequence[ShardPart]) -> None:
-        self._receiver.take_part(parts[self._rank])
+    def keep_part(self, parts: Sequence[ShardPart], kind: Literal["weights", "adapter"]) -> None:
+        self._receiver.take_part(parts[self._rank], kind)
 
-    def receive_shards(self) -> None:
+    def receive_shards(self, kind: Literal["weights", "adapter"]) -> None:
         """Receive the parts of all weights, while every rank of the policy sends them."""
+        if kind == "adapter":
+            self._receiver.receive_shards(kind)
+            return
         self.begin_weights()
         self._shards = self._recorded
         self._shards.begin()
-        self._receiver.receive_shards(self._shards.place)
+        self._receiver.receive_shards(kind, place=self._shards.place)
 
     def _take_part(self, name: str, weight: torch.Tensor) -> None:
         """Give a placeholder of a weight to vLLM's loaders."""

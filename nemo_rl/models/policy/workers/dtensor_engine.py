@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -209,8 +209,8 @@ class DTensorEngine(Engine):
         # With CPU offload the shards are on the CPU, but are gathered on the device.
         return gather_weights(named_weights(self.model.hf), device=self._device, dtypes=dtypes or {})
 
-    def shards(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        for name, weight in named_weights(self.model.hf):
+    def shards(self, kind: Literal["weights", "adapter"]) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        for name, weight in self.adapters() if kind == "adapter" else named_weights(self.model.hf):
             box = box_of(weight, rank=self._here.rank)
             if box is not None and box.count:
                 yield name, box, local_shard(weight).detach()

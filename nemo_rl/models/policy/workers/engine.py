@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -122,9 +122,10 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def shards(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """Yield each part of a weight that this rank holds, as a box of the full weight by its name in HF naming; a
-        part may be a copy of another rank's, and shares memory with the model."""
+    def shards(self, kind: Literal["weights", "adapter"]) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """Yield each part that this rank holds of the weights of `full_weights`, or of the tensors of `full_adapter`:
+        name, box of the whole, and values, which share memory with the model unless they are cast. A part may be a copy
+        of another rank's."""
 
     # Adapters; an engine without `policy.lora` has none.
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -252,8 +252,8 @@ class MegatronEngine(Engine):
         given = dtypes or {}
         return ((name, weight.to(given.get(name, weight.dtype))) for name, weight in export_weights(self.model))
 
-    def shards(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        return held_shards(self.model)
+    def shards(self, kind: Literal["weights", "adapter"]) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        return held_shards(self.model, kind)
 
     def adapter_infos(self) -> dict[str, TensorInfo]:
         return adapter_infos(self.model)

@@ -69,7 +69,7 @@ class RefitSource(DeviceStates):
         self._slot_bytes = 0
         self._shared: SharedSlots | None = None
         self._channel: BucketSender | None = None
-        self._part: ShardPart | None = None
+        self._parts: dict[str, ShardPart] = {}
         self._part_prints: PartFingerprints | None = None
 
     # What is sent.
@@ -263,38 +263,38 @@ class RefitSource(DeviceStates):
             if self._refit_group is not None and self._buffer is not None:
                 self._refit_group.send(self._buffer[:size])
 
-    def report_shards(self, names: tuple[str, ...]) -> Boxes:
-        """Return the boxes of each of these weights that this rank holds."""
-        held = self._held_shards()
+    def report_shards(self, names: tuple[str, ...], kind: Literal["weights", "adapter"]) -> Boxes:
+        """Return the boxes of each of these weights, or tensors of the adapter, that this rank holds."""
+        held = self._held_shards(kind)
         return [[box for box, _ in held.get(name, ())] for name in names]
 
-    def take_shard_part(self, part: ShardPart) -> None:
-        """Keep what this rank sends in each refit by shards from here on."""
-        self._part = part
+    def take_shard_part(self, part: ShardPart, kind: Literal["weights", "adapter"]) -> None:
+        """Keep what this rank sends in each refit by shards of this kind from here on."""
+        self._parts[kind] = part
 
-    def send_shards(self) -> None:
+    def send_shards(self, kind: Literal["weights", "adapter"]) -> None:
         """(every rank, while every engine receives) Send this rank's parts of all weights.
 
         Raises:
             CollectiveTimeout: all engines are gone or late. An error of this rank reaches its receivers as text.
         """
         self.require("send_shards", WorkerState.TRAINING, WorkerState.LOGPROBS, WorkerState.REFIT)
-        assert self._part is not None and self._refit_group is not None, (
-            "join_refit_group and take_shard_part come first"
-        )
+        assert self._refit_group is not None, "join_refit_group and take_shard_part come first"
         self._part_prints = PartFingerprints() if self._proves else None
         with self.guarding("refit", REFIT_KEYS):
-            sender = ShardSender(self._part, self._refit_group, prints=self._part_prints)
+            sender = ShardSender(self._parts[kind], self._refit_group, prints=self._part_prints)
             try:
-                self._num_bytes = sender.send(self._held_shards())
+                self._num_bytes = sender.send(self._held_shards(kind))
             except Exception as error:
                 sender.send_error(f"{type(error).__name__}: {error}")
                 raise
 
-    def _held_shards(self) -> dict[str, list[tuple[Box, torch.Tensor]]]:
+    def _held_shards(self, kind: Literal["weights", "adapter"]) -> dict[str, list[tuple[Box, torch.Tensor]]]:
         held: dict[str, list[tuple[Box, torch.Tensor]]] = {}
-        for name, box, values in self.engine.shards():
-            held.setdefault(name, []).append((box, values))
+        scale = 1.0 if self._lora is None else self._lora.scale
+        for name, box, values in self.engine.shards(kind):
+            [(_, sent)] = folded([(name, values)], scale) if kind == "adapter" else [(name, values)]
+            held.setdefault(name, []).append((box, sent))
         return held
 
     def _close_refit(self) -> None:
