@@ -35,8 +35,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.collectives import RankSpec
 from nemo_rl.distributed.local_job import run_job
 from nemo_rl.models.hf import writing
-from nemo_rl.models.hf.checkpoint_folder import own_copy
-from nemo_rl.models.hf.files import local_shard
+from nemo_rl.models.hf.files import local_shard, own_copy
 from nemo_rl.models.policy.microbatch import fixed_plan
 from nemo_rl.models.policy.workers.compose import worker_of_job
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from nemo_rl.config.backends import DTensorConfig, MegatronConfig
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.hf import writing
-from nemo_rl.models.hf.writing import write_folder, write_shares
+from nemo_rl.models.hf.writing import write_folder
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from tests.helpers.gloo import run_ranks
 from tests.helpers.model_families import write_family
@@ -25,10 +25,22 @@ pytestmark = pytest.mark.slow
 RANKS = 4
 SPLIT = {"dtensor_cfg": DTensorConfig(tensor_parallel_size=2)}
 PIPELINE = MegatronConfig(enabled=True, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+EXPERTS = MegatronConfig(
+    enabled=True,
+    tensor_model_parallel_size=2,
+    sequence_parallel=True,
+    expert_model_parallel_size=2,
+    expert_tensor_parallel_size=1,
+)
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "tied, dp4": ("qwen3", {"dtensor_cfg": DTensorConfig()}),
+    "copies": ("qwen3", {"dtensor_cfg": DTensorConfig(replicate_size=2)}),
     "biases, tp2 dp2": ("llama", SPLIT),
     "experts, tp2 dp2": ("qwen3_moe", SPLIT),
+    "megatron, experts, ep2 tp2": (
+        "qwen3_moe",
+        {"precision": "bfloat16", "dtensor_cfg": DTensorConfig(enabled=False), "megatron_cfg": EXPERTS},
+    ),
     "megatron, tp2 pp2": (
         "qwen3",
         {"precision": "bfloat16", "dtensor_cfg": DTensorConfig(enabled=False), "megatron_cfg": PIPELINE},
@@ -45,13 +57,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def _written(worker: PolicyWorker, folder: Path) -> dict[str, int]:
-    """From shards, and from full weights by one rank and by all; returns the bytes that this rank wrote."""
+    """From shards, and from full weights; returns the bytes that this rank wrote."""
     snapshot = worker.engine.snapshot(with_optimizer=False, copies=True)
     group = dist.group.WORLD
-    for name in ("shares", "whole", "together"):
+    for name in ("shares", "whole"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    share = snapshot.weights if worker.config.megatron_cfg.enabled else snapshot.share
     counts = Counter[str]()
 
     def counted(file: int, content: bytes | memoryview, offset: int) -> None:
@@ -60,13 +71,10 @@ def _written(worker: PolicyWorker, folder: Path) -> dict[str, int]:
 
     write = writing._write_at
     with patch.object(writing, "_write_at", counted):
-        write_shares(folder / "shares", snapshot.model, share, group=group, max_shard_bytes=SHARD_BYTES)
-        together = folder / "together"
-        stream = worker.export_weights()
-        write_folder(together, snapshot.model, stream, rank=worker.rank, num_ranks=RANKS, max_shard_bytes=SHARD_BYTES)
+        snapshot.part.write(folder / "shares", group=group, max_shard_bytes=SHARD_BYTES)
     whole = worker.export_weights()
     if worker.rank == 0:
-        write_folder(folder / "whole", snapshot.model, whole, max_shard_bytes=SHARD_BYTES)
+        write_folder(folder / "whole", snapshot.part.model, whole, max_shard_bytes=SHARD_BYTES)
     for _ in whole:
         """Each is gathered from all ranks."""
     return counts
@@ -119,11 +127,8 @@ def ranks(root: Path) -> list[tuple[dict[str, str], dict[str, dict[str, int]]]]:
 def test_files_do_not_depend_on_how_a_model_is_split_or_who_writes_them(ranks, root: Path, name: str) -> None:
     found, expected = contents(root / name / "shares"), contents(root / name / "whole")
     assert found == expected and len(found) > 2
-    assert contents(root / name / "together") == expected
-    total = sum(map(len, expected.values()))
-    for written in ("shares", "together"):
-        shares = [counts[name][written] / total for _, counts in ranks]
-        assert sum(shares) > 0.9 and max(shares) < 1.4 / RANKS, (written, shares)
+    shares = [counts[name]["shares"] / sum(map(len, expected.values())) for _, counts in ranks]
+    assert sum(shares) > 0.9 and max(shares) < 1.6 / RANKS, shares
 
 
 @pytest.mark.parametrize("which", FULL_BYTES)

@@ -115,6 +115,7 @@ TARGETS: Mapping[str, str] = {
     "bench-lora": "--quick",
     "bench-async-learning": "--steps 2 --bounds 1 --least 0",
     "bench-train-pass": "--quick",
+    "bench-checkpoint": "--quick",
     "watch-trait": "grpo.max_num_steps=2",
     "clean": "",
 }

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,27 +21,25 @@ from nemo_rl.errors import CheckpointError, ModelFolderError, shorten
 from nemo_rl.models.adapters.folder import is_adapter_folder
 from nemo_rl.models.adapters.lora import named_adapters
 from nemo_rl.models.dtensor.parallelize import PolicyModel, full_weight
-from nemo_rl.models.dtensor.weights import boxes_of, fill_adapters, fill_shards, name_differences, open_source
+from nemo_rl.models.dtensor.weights import fill_adapters, fill_shards, name_differences, open_source
 from nemo_rl.models.hf.checkpoint_folder import (
     AdapterBase,
+    AdapterPart,
     complete_or_nothing,
-    own_copy,
     raise_together,
     random_state,
     read_adapter_together,
     refuse_code,
     set_random_state,
 )
-from nemo_rl.models.hf.files import local_shard
+from nemo_rl.models.hf.files import own_copy
 from nemo_rl.models.hf.loading import named_weights
-from nemo_rl.models.hf.writing import ModelDescription, ModelShare, write_shares
+from nemo_rl.models.hf.writing import ModelPart
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.utils.files import read_plain
 
 __all__ = [
     "DTensorSnapshot",
-    "ModelPart",
-    "SnapshotPart",
     "adapter_infos_of",
     "export",
     "load_adapter",
@@ -61,42 +59,11 @@ def export(model: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, full.to("cpu", copy=full.device.type != "cpu" or dist.get_world_size() == 1)
 
 
-class SnapshotPart(Protocol):
-    """This rank's part of what is in the folder of weights."""
-
-    def write(self, target: Path, *, group: dist.ProcessGroup) -> None:
-        """(collective) Write it into a folder."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelPart:
-    """This rank's part of a whole model."""
-
-    model: ModelDescription
-    share: ModelShare
-
-    @classmethod
-    def of(cls, model: PolicyModel, *, copies: bool) -> ModelPart:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        named = dict(named_weights(model.hf))
-        boxes = {name: boxes_of(weight, world_size=size) for name, weight in named.items()}
-        given = {name: local_shard(weight.detach()) for name, weight in named.items() if boxes[name][rank] is not None}
-        return cls(
-            model=ModelDescription(
-                config=model.hf.config, infos=weight_infos(model), generation_config=model.hf.generation_config
-            ),
-            share=ModelShare(boxes=boxes.__getitem__, held=_copied(given) if copies else given),
-        )
-
-    def write(self, target: Path, *, group: dist.ProcessGroup) -> None:
-        write_shares(target, self.model, self.share, group=group)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DTensorSnapshot:
     """A rank's part of what is trained and of the optimizer at one moment; see `Snapshot`."""
 
-    part: SnapshotPart
+    part: ModelPart | AdapterPart
     optimizer: dict[str, Any] | None
     """Sharded state and this rank's random state, as torch's checkpoints take them; None: it is not saved."""
     trainer_state: Mapping[str, float]
@@ -104,7 +71,7 @@ class DTensorSnapshot:
     @classmethod
     def of(
         cls,
-        part: SnapshotPart,
+        part: ModelPart | AdapterPart,
         model: PolicyModel,
         optimizer: torch.optim.Optimizer | None,
         trainer_state: Mapping[str, float],
@@ -121,21 +88,6 @@ class DTensorSnapshot:
             held = get_optimizer_state_dict(model, optimizer)
             state = {"optimizer": _copied(held) if copies else held, "rng": {str(dist.get_rank()): random_state()}}
         return cls(part=part, optimizer=state, trainer_state=dict(trainer_state))
-
-    @property
-    def model(self) -> ModelDescription:
-        """Return the description of the whole model; an adapter has none."""
-        return self._whole.model
-
-    @property
-    def share(self) -> ModelShare:
-        """Return this rank's part of the whole model; an adapter has none."""
-        return self._whole.share
-
-    @property
-    def _whole(self) -> ModelPart:
-        assert isinstance(self.part, ModelPart), "the snapshot is of an adapter"
-        return self.part
 
     def write(self, *, weights: Path, optimizer: Path | None, group: dist.ProcessGroup) -> None:
         """See `Snapshot`."""

@@ -1,6 +1,6 @@
 """Checkpoint folders of all policy workers: whole or absent, and safe to read.
 
-All functions but `refuse_code`, `own_copy` and the random state's are collective: every rank calls them in the same
+All functions but `refuse_code` and the random state's are collective: every rank calls them in the same
 order. Those that write take the group that they talk in, for they may run beside the training; None is the default one.
 Invariant: a folder appears under its name only when it is complete; a failure on any rank is raised on every rank.
 """
@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.config.backends import LoraConfig
 from nemo_rl.errors import CheckpointError, ModelFolderError, shorten
 from nemo_rl.models.adapters.folder import base_of, read_adapter, write_adapter
+from nemo_rl.models.hf.files import own_copy
 from nemo_rl.models.hf.loading import PROCESSOR_FILES
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.utils.console import bytes_text
@@ -38,7 +39,6 @@ __all__ = [
     "AdapterPart",
     "cause_text",
     "complete_or_nothing",
-    "own_copy",
     "raise_together",
     "random_state",
     "read_adapter_together",
@@ -208,11 +208,6 @@ def save_tokenizer(
         except OSError as error:
             problem = str(error)
     raise_together(problem, folder, doing="write", group=group)
-
-
-def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the CPU that shares no memory; of a tensor that is split, this rank's part."""
-    return tensor.detach().to("cpu", copy=True)
 
 
 def random_state() -> dict[str, torch.Tensor]:

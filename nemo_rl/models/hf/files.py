@@ -40,6 +40,7 @@ __all__ = [
     "chunk_of",
     "index_text",
     "local_shard",
+    "own_copy",
     "plan_files",
 ]
 
@@ -311,3 +312,8 @@ def chunk_of(length: int, *, place: int, count: int) -> tuple[int, int]:
 def local_shard(weight: torch.Tensor) -> torch.Tensor:
     """Return this rank's part, sharing memory."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU that shares no memory; of a tensor that is split, this rank's part."""
+    return tensor.detach().to("cpu", copy=True)

@@ -17,9 +17,10 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,15 +39,23 @@ from nemo_rl.models.hf.files import (
     FileNames,
     StoredTensor,
     WeightFile,
-    chunk_of,
     index_text,
+    own_copy,
     plan_files,
 )
 from nemo_rl.models.hf.loading import CONFIG_FILE, load_model_config, model_without_weights
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.vision import family_of
 
-__all__ = ["ModelDescription", "ModelShare", "cast_folder", "kept_in_float32", "write_folder", "write_shares"]
+__all__ = [
+    "Givers",
+    "ModelDescription",
+    "ModelPart",
+    "agree_on_givers",
+    "cast_folder",
+    "kept_in_float32",
+    "write_folder",
+]
 
 WINDOW_BYTES = 4 << 20
 """Bytes of a file that are brought together and written at once: enough for a disk and a network, and little for a node
@@ -70,15 +79,93 @@ class ModelDescription:
         return FileNames(model_without_weights(self.config, "checkpoint"))
 
 
+Shards = Iterable[tuple[str, Box, torch.Tensor]]
+"""Parts of weights that a rank holds: name of the weight, box of it, values."""
+Givers = Mapping[str, Sequence[tuple[int, Box]]]
+"""Weight -> its parts, which make it up without overlap, each with the rank that gives it."""
+
+
+def agree_on_givers(shards: Shards, *, group: dist.ProcessGroup | None = None) -> Givers:
+    """(collective over the group) Return who gives which part of a model: of ranks that hold the same, the one that
+    gives least so far."""
+    held = [(name, box) for name, box, _ in shards]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, held, group=group)
+    holders: dict[tuple[str, Box], list[int]] = {}
+    for rank, parts in enumerate(found):
+        for part in parts:
+            holders.setdefault(part, []).append(rank)
+    given: dict[str, list[tuple[int, Box]]] = {}
+    counts = [0] * len(found)
+    for (name, box), ranks in holders.items():
+        giver = min(ranks, key=counts.__getitem__)
+        counts[giver] += box.count
+        given.setdefault(name, []).append((giver, box))
+    # Weights that are split alike share what is said of them.
+    same: dict[tuple[tuple[int, Box], ...], tuple[tuple[int, Box], ...]] = {}
+    return {name: same.setdefault(tuple(parts), tuple(parts)) for name, parts in given.items()}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelShare:
+class ModelPart:
     """One rank's part of a model whose weights lie in the memory of several ranks."""
 
-    boxes: Callable[[str], Sequence[Box | None]]
-    """Weight -> box that each rank gives, by rank, or None for nothing. Together they are the weight, without
-    overlap."""
-    held: Mapping[str, torch.Tensor]
-    """This rank's boxes of the weights, on any device."""
+    model: ModelDescription
+    givers: Givers
+    held: Mapping[tuple[str, Box], torch.Tensor]
+    """The parts that this rank gives, on any device."""
+
+    @classmethod
+    def of(cls, model: ModelDescription, shards: Shards, givers: Givers, *, copies: bool) -> ModelPart:
+        """
+        Args:
+            copies: in memory of its own on the CPU; else it is good until the next step.
+        """
+        rank = dist.get_rank()
+        own = {(name, box) for name, parts in givers.items() for giver, box in parts if giver == rank}
+        held = {
+            (name, box): own_copy(values) if copies else values for name, box, values in shards if (name, box) in own
+        }
+        return cls(model=model, givers=givers, held=held)
+
+    def write(self, target: Path, *, group: dist.ProcessGroup, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        """(collective over `group`: the ranks of the job) Write the parts of all ranks into a folder, like
+        `write_folder`.
+
+        The ranks go through the files in windows of a few MB. Where the parts of a window are runs of its bytes each
+        rank writes its own; else whoever holds most writes the window, and the others send it theirs. Every rank needs
+        memory for two windows. After an error it goes on to take what the others send.
+
+        Args:
+            target: exists, and every rank sees it.
+            group: of a backend that sends from the CPU; used by nobody else meanwhile.
+
+        Raises:
+            OSError: a file cannot be written; at the ranks that write it.
+        """
+        files = plan_files(self.model.infos, self.model.file_names(), max_shard_bytes=max_shard_bytes)
+        rank, holders, output = group.rank(), _Holders(self.givers), _Output()
+        for file in files:
+            output.open(target / file.name)
+            if rank == DESCRIBER:
+                output.write(file.header, 0)
+            offset = len(file.header)
+            for number, window in enumerate(_windows(file)):
+                given = holders.of(window)
+                if rank in given:
+                    writer = _writer_of(given, number)
+                    if _are_runs(window, given):
+                        _write_runs(output, window, given[rank], self.held, offset)
+                    elif rank == writer:
+                        output.write(_content(_filled(window, given, self.held, group)), offset)
+                    else:
+                        _send(window, given[rank], self.held, group, writer)
+                offset += sum(piece.num_bytes for piece in window)
+            output.close()
+        if output.problem is not None:
+            raise output.problem
+        if rank == DESCRIBER:
+            _write_descriptions(target, self.model, files)
 
 
 def write_folder(
@@ -86,12 +173,9 @@ def write_folder(
     model: ModelDescription,
     weights: Iterable[tuple[str, torch.Tensor]],
     *,
-    rank: int = 0,
-    num_ranks: int = 1,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write what `from_pretrained` reads, with one weight in memory at a time; of several ranks that have the same
-    stream of weights each writes its rows of every tensor.
+    """Write what `from_pretrained` reads, with one weight in memory at a time.
 
     Files appear at once and are filled in place: a caller that must not leave half a folder writes into one that it
     renames. `weights` is read to its end even after an error, because other ranks may take part in making them.
@@ -110,64 +194,17 @@ def write_folder(
             places = {name: list[_TensorPlace]() for name in model.infos}
             for file in files:
                 sink = stack.enter_context(_opened(folder / file.name))
-                if rank == DESCRIBER:
-                    _write_at(sink, file.header, 0)
+                _write_at(sink, file.header, 0)
                 for place in _places(file, sink):
                     places[place.tensor.weight].append(place)
             for name, weight in stream:
                 for place in places.pop(name):
-                    place.fill(weight, rank=rank, num_ranks=num_ranks)
+                    place.fill(weight)
             assert not places, f"weights that were not received: {list(places)[:3]}"
-        if rank == DESCRIBER:
-            _write_descriptions(folder, model, files)
+        _write_descriptions(folder, model, files)
     finally:
         for _ in stream:
             pass
-
-
-def write_shares(
-    folder: Path,
-    model: ModelDescription,
-    share: ModelShare,
-    *,
-    group: dist.ProcessGroup,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """(collective over `group`: the ranks of the job) Write the shares of all ranks into a folder, like `write_folder`.
-
-    The ranks go through the files in windows of a few MB. Where the shares of a window are runs of its bytes each rank
-    writes its own; else whoever holds most writes the window, and the others send it theirs.
-
-    Every rank needs memory for two windows of a file. After an error a rank goes on to take what the others send.
-
-    Args:
-        folder: exists, and every rank sees it.
-        group: of a backend that sends from the CPU; used by nobody else meanwhile.
-
-    Raises:
-        OSError: a file cannot be written; at the ranks that write it.
-    """
-    files = plan_files(model.infos, model.file_names(), max_shard_bytes=max_shard_bytes)
-    rank, holders, output = group.rank(), _Holders(share), _Output()
-    for file in files:
-        output.open(folder / file.name)
-        if rank == DESCRIBER:
-            output.write(file.header, 0)
-        offset = len(file.header)
-        for number, window in enumerate(_windows(file)):
-            given = holders.of(window)
-            if rank in given and _are_runs(window, given):
-                _write_runs(output, window, given[rank], share, offset)
-            elif rank == (writer := _writer_of(given, number)):
-                output.write(_content(_filled(window, given, share, group)), offset)
-            elif rank in given:
-                _send(window, given[rank], share, group, writer)
-            offset += sum(piece.num_bytes for piece in window)
-        output.close()
-    if output.problem is not None:
-        raise output.problem
-    if rank == DESCRIBER:
-        _write_descriptions(folder, model, files)
 
 
 def cast_folder(folder: Path, dtype: torch.dtype) -> None:
@@ -220,21 +257,12 @@ class _TensorPlace:
     sink: int
     offset: int
 
-    def fill(self, weight: torch.Tensor, *, rank: int, num_ranks: int) -> None:
-        """Write a rank's rows of the tensor, a part of the whole `weight`."""
+    def fill(self, weight: torch.Tensor) -> None:
+        """Write the tensor, a part of the whole `weight`."""
         expected = f"{self.tensor.weight}: expected {self.tensor.dtype}, got {weight.dtype}"
         assert weight.dtype is self.tensor.dtype, expected
-        box, offset = self.tensor.box, self.offset
-        dim = next((dim for dim, size in enumerate(box.size) if size > 1), None)
-        if dim is None:
-            box = box if rank == DESCRIBER else replace(box, size=(0,) * len(box.size))
-        else:
-            start, size = chunk_of(box.size[dim], place=rank, count=num_ranks)
-            offset += self.tensor.num_bytes // box.size[dim] * start
-            box = box.along(dim, start, size)
-        if box.count:
-            own = box.of(weight.detach(), held=Box.whole(tuple(weight.shape)))
-            _write_at(self.sink, _content(own.to("cpu").contiguous()), offset)
+        own = self.tensor.box.of(weight.detach(), held=Box.whole(tuple(weight.shape)))
+        _write_at(self.sink, _content(own.to("cpu").contiguous()), self.offset)
 
 
 def _places(file: WeightFile, sink: int) -> Iterator[_TensorPlace]:
@@ -337,23 +365,24 @@ class _Part:
     """The box that the rank has of the weight."""
 
 
+_Held = Mapping[tuple[str, Box], torch.Tensor]
 _Given = Mapping[int, Sequence[_Part]]
 """Rank -> its parts of a window, in the order of its pieces; ranks with nothing are missing."""
 
 
 class _Holders:
-    """Which ranks hold what of a window, found without a look at every rank."""
+    """Which ranks give what of a window, found without a look at every rank."""
 
-    def __init__(self, share: ModelShare) -> None:
-        self._share = share
-        self._sorted: dict[int, tuple[Sequence[Box | None], _SortedBoxes]] = {}
-        """By the identity of the list of boxes, which weights of the same sharding share."""
+    def __init__(self, givers: Givers) -> None:
+        self._givers = givers
+        self._sorted: dict[int, _SortedBoxes] = {}
+        """By the identity of the parts, which weights that are split alike share."""
 
     def of(self, window: _Window) -> _Given:
         given: dict[int, list[_Part]] = {}
         for number, piece in enumerate(window):
-            boxes = self._share.boxes(piece.tensor.weight)
-            _, found = self._sorted.setdefault(id(boxes), (boxes, _SortedBoxes.of(boxes)))
+            parts = self._givers[piece.tensor.weight]
+            found = self._sorted.get(id(parts)) or self._sorted.setdefault(id(parts), _SortedBoxes.of(parts))
             for rank, box, held in found.meeting(piece.box):
                 given.setdefault(rank, []).append(_Part(number=number, box=box, held=held))
         return dict(sorted(given.items()))
@@ -369,9 +398,8 @@ class _SortedBoxes:
     """The largest end of a box and all before it."""
 
     @classmethod
-    def of(cls, boxes: Sequence[Box | None]) -> _SortedBoxes:
-        held = [(rank, box) for rank, box in enumerate(boxes) if box is not None and box.count]
-        held.sort(key=lambda one: (one[1].start[:1], one[0]))
+    def of(cls, parts: Sequence[tuple[int, Box]]) -> _SortedBoxes:
+        held = sorted(parts, key=lambda part: (part[1].start[:1], part[0]))
         starts = [sum(box.start[:1]) for _, box in held]
         ends = accumulate((sum(box.start[:1]) + sum(box.size[:1]) for _, box in held), max)
         return cls(boxes=held, starts=starts, ends=list(ends))
@@ -407,9 +435,9 @@ def _is_run(part: Box, whole: Box) -> bool:
     return True
 
 
-def _write_runs(output: _Output, window: _Window, parts: Sequence[_Part], share: ModelShare, offset: int) -> None:
+def _write_runs(output: _Output, window: _Window, parts: Sequence[_Part], held: _Held, offset: int) -> None:
     ends = list(accumulate((piece.num_bytes for piece in window), initial=offset))
-    for part, own in zip(parts, _own_parts(window, parts, share), strict=True):
+    for part, own in zip(parts, _own_parts(window, parts, held), strict=True):
         piece = window[part.number].box
         before = 0
         for start, first, size in zip(part.box.start, piece.start, piece.size, strict=True):
@@ -425,13 +453,13 @@ def _writer_of(given: _Given, number: int) -> int:
     return largest[number % len(largest)]
 
 
-def _own_parts(window: _Window, parts: Sequence[_Part], share: ModelShare) -> Iterator[torch.Tensor]:
+def _own_parts(window: _Window, parts: Sequence[_Part], held: _Held) -> Iterator[torch.Tensor]:
     for part in parts:
-        yield part.box.of(share.held[window[part.number].tensor.weight].detach(), held=part.held)
+        yield part.box.of(held[window[part.number].tensor.weight, part.held].detach(), held=part.held)
 
 
-def _send(window: _Window, parts: Sequence[_Part], share: ModelShare, group: dist.ProcessGroup, writer: int) -> None:
-    flat = [part.reshape(-1) for part in _own_parts(window, parts, share)]
+def _send(window: _Window, parts: Sequence[_Part], held: _Held, group: dist.ProcessGroup, writer: int) -> None:
+    flat = [part.reshape(-1) for part in _own_parts(window, parts, held)]
     together = torch.cat(flat) if len(flat) > 1 else flat[0]
     dist.send(together.to("cpu").view(torch.uint8), group=group, group_dst=writer)
 
@@ -471,7 +499,7 @@ class _Output:
                 self.problem = error
 
 
-def _filled(window: _Window, given: _Given, share: ModelShare, group: dist.ProcessGroup) -> torch.Tensor:
+def _filled(window: _Window, given: _Given, held: _Held, group: dist.ProcessGroup) -> torch.Tensor:
     """(at the writer) Return the elements of a window, from all ranks that hold some."""
     dtype = window[0].tensor.dtype
     counts = [piece.box.count for piece in window]
@@ -482,7 +510,7 @@ def _filled(window: _Window, given: _Given, share: ModelShare, group: dist.Proce
         sizes = [part.box.count for part in parts]
         num_filled += sum(sizes)
         if rank == group.rank():
-            values: Iterable[torch.Tensor] = _own_parts(window, parts, share)
+            values: Iterable[torch.Tensor] = _own_parts(window, parts, held)
         else:
             came = torch.empty(sum(sizes), dtype=dtype)
             dist.recv(came.view(torch.uint8), group=group, group_src=rank)

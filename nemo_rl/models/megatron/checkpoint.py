@@ -28,15 +28,14 @@ from nemo_rl.models.hf.checkpoint_folder import (
     AdapterPart,
     cause_text,
     complete_or_nothing,
-    own_copy,
     raise_together,
     random_state,
     refuse_code,
     set_random_state,
 )
-from nemo_rl.models.hf.files import Box, chunk_of
+from nemo_rl.models.hf.files import own_copy
 from nemo_rl.models.hf.loading import ADAPTER_PART
-from nemo_rl.models.hf.writing import ModelDescription, ModelShare, write_folder, write_shares
+from nemo_rl.models.hf.writing import ModelPart
 from nemo_rl.models.megatron.cpu_compat import as_if_cuda
 from nemo_rl.models.megatron.mcore import (
     COMMON_STATE_FNAME,
@@ -53,10 +52,9 @@ from nemo_rl.models.megatron.mcore import (
 )
 from nemo_rl.models.megatron.optim import PolicyOptimizer
 from nemo_rl.models.megatron.setup import MegatronModel
-from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.utils.files import read_plain
 
-__all__ = ["GatheredPart", "MegatronSnapshot", "OptimizerSnapshot", "SharedPart", "equal_share", "load_optimizer"]
+__all__ = ["MegatronSnapshot", "OptimizerSnapshot", "load_optimizer"]
 
 FORMAT, FORMAT_VERSION = "torch_dist", 1
 STATE_FILE = "trainer_state.json"
@@ -136,47 +134,11 @@ class OptimizerSnapshot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatheredPart:
-    """A whole model that is written here and now, gathered weight by weight."""
-
-    model: ModelDescription
-    weights: Iterator[tuple[str, torch.Tensor]]
-
-    def write(self, target: Path, *, group: dist.ProcessGroup) -> None:
-        """(collective) Write it into a folder; every rank has each weight whole, and writes a part of it."""
-        write_folder(target, self.model, self.weights, rank=group.rank(), num_ranks=group.size())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SharedPart:
-    """A whole model that is written later, kept as equal parts of all weights."""
-
-    model: ModelDescription
-    share: ModelShare
-
-    def write(self, target: Path, *, group: dist.ProcessGroup) -> None:
-        """(collective) Write it into a folder."""
-        write_shares(target, self.model, self.share, group=group)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronSnapshot:
     """A `Snapshot` of a Megatron rank."""
 
-    part: GatheredPart | SharedPart | AdapterPart
+    part: ModelPart | AdapterPart
     optimizer: OptimizerSnapshot | None
-
-    @property
-    def model(self) -> ModelDescription:
-        """Return the description of the whole model; an adapter has none."""
-        assert not isinstance(self.part, AdapterPart), "the snapshot is of an adapter"
-        return self.part.model
-
-    @property
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]] | ModelShare:
-        """Return the weights of the whole model, as a stream that is gathered, or this rank's share of them."""
-        assert not isinstance(self.part, AdapterPart), "the snapshot is of an adapter"
-        return self.part.weights if isinstance(self.part, GatheredPart) else self.part.share
 
     def write(self, *, weights: Path, optimizer: Path | None, group: dist.ProcessGroup) -> None:
         """See `Snapshot`."""
@@ -184,30 +146,6 @@ class MegatronSnapshot:
             self.optimizer.write(optimizer, group=group)
         with complete_or_nothing(weights, group=group) as target:
             self.part.write(target, group=group)
-
-
-def equal_share(infos: Mapping[str, TensorInfo], weights: Iterator[tuple[str, torch.Tensor]]) -> ModelShare:
-    """(collective, as the gathering of `weights` is) Keep this rank's rows of every weight, on the CPU.
-
-    Args:
-        weights: all of `infos`, whole, one at a time.
-    """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    boxes = {name: _row_boxes(info.shape, size) for name, info in infos.items()}
-    held = {}
-    for name, weight in weights:
-        box = boxes[name][rank]
-        if box is not None:
-            held[name] = own_copy(box.of(weight, held=Box.whole(tuple(weight.shape))))
-    return ModelShare(boxes=boxes.__getitem__, held=held)
-
-
-def _row_boxes(shape: tuple[int, ...], count: int) -> list[Box | None]:
-    whole = Box.whole(shape)
-    if not shape:
-        return [whole, *[None] * (count - 1)]
-    boxes = [whole.along(0, *chunk_of(shape[0], place=place, count=count)) for place in range(count)]
-    return [box if box.count else None for box in boxes]
 
 
 def load_optimizer(model: MegatronModel, optimizer: PolicyOptimizer, folder: Path) -> dict[str, float]:

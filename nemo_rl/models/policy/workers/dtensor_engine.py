@@ -29,6 +29,7 @@ from nemo_rl.models.hf.checkpoint_folder import AdapterBase, AdapterPart
 from nemo_rl.models.hf.files import Box, local_shard
 from nemo_rl.models.hf.loading import DTYPES, build_meta_model, decoder_sizes, named_weights
 from nemo_rl.models.hf.modules import HFRouters, HFSites
+from nemo_rl.models.hf.writing import Givers, ModelDescription, ModelPart, agree_on_givers
 from nemo_rl.models.policy.hooks import HookPoints, TokenPositions
 from nemo_rl.models.policy.interfaces import TensorInfo
 from nemo_rl.models.policy.observer import NO_OBSERVER, PassObserver
@@ -237,12 +238,21 @@ class DTensorEngine(Engine):
             "loss_scale_clean_steps": float(self.scaler.clean_steps),
         }
         optimizer = self.optimizer if with_optimizer else None
-        part: checkpoint.SnapshotPart
+        part: ModelPart | AdapterPart
         if self._base is None:
-            part = checkpoint.ModelPart.of(self.model, copies=copies)
+            config = self.model.hf.config
+            model = ModelDescription(
+                config=config, infos=self.weight_infos(), generation_config=self.model.hf.generation_config
+            )
+            part = ModelPart.of(model, self.shards("weights"), self._givers, copies=copies)
         else:
             part = AdapterPart.of(self.full_adapter(), self._base, copies=copies)
         return checkpoint.DTensorSnapshot.of(part, self.model, optimizer, trainer_state, copies=copies)
+
+    @functools.cached_property
+    def _givers(self) -> Givers:
+        """(collective)"""
+        return agree_on_givers(self.shards("weights"))
 
     def load(self, *, weights: Path, optimizer: Path | None) -> None:
         if self._base is None:

@@ -23,7 +23,7 @@ from nemo_rl.models.hf.checkpoint_folder import AdapterBase, AdapterPart, raise_
 from nemo_rl.models.hf.files import Box
 from nemo_rl.models.hf.folder import open_weights
 from nemo_rl.models.hf.loading import ADAPTER_PART, DTYPES, load_model_config
-from nemo_rl.models.hf.writing import ModelDescription
+from nemo_rl.models.hf.writing import Givers, ModelDescription, ModelPart, agree_on_givers
 from nemo_rl.models.megatron import checkpoint
 from nemo_rl.models.megatron.architecture import Architecture, check_fits
 from nemo_rl.models.megatron.convert import (
@@ -313,15 +313,17 @@ class MegatronEngine(Engine):
             start = read_adapter_together(Path(lora.adapter), self.adapter_infos(), self._base)
         fill_adapters(self.model, start)
 
-    def _part(self, *, copies: bool) -> checkpoint.GatheredPart | checkpoint.SharedPart | AdapterPart:
+    def _part(self, *, copies: bool) -> ModelPart | AdapterPart:
         """(collective) Return what is trained, for a checkpoint."""
         if self.model.adapters:
             return AdapterPart.of(self.full_adapter(), self._base, copies=copies)
-        infos, weights = self.weight_infos(), export_weights(self.model)
-        model = ModelDescription(config=self._hf_config, infos=infos)
-        if copies:
-            return checkpoint.SharedPart(model=model, share=checkpoint.equal_share(infos, weights))
-        return checkpoint.GatheredPart(model=model, weights=weights)
+        model = ModelDescription(config=self._hf_config, infos=self.weight_infos())
+        return ModelPart.of(model, self.shards("weights"), self._givers, copies=copies)
+
+    @cached_property
+    def _givers(self) -> Givers:
+        """(collective)"""
+        return agree_on_givers(self.shards("weights"))
 
     @cached_property
     def _base(self) -> AdapterBase:
