@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,7 +26,7 @@ import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 
-from nemo_rl.distributed.job_store import choose_interface, open_client, open_server
+from nemo_rl.distributed.job_store import choose_interface, few_connections, open_client, open_server
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.distributed.packing import DIGEST_BYTES, PackPlan
 from nemo_rl.errors import SchemaMismatch, WorkerError, from_record, to_record
@@ -226,32 +224,12 @@ def init_process_group(
     store = _open_store(spec, timeout if start_timeout_s is None else timedelta(seconds=start_timeout_s))
     store.set_timeout(timeout)
     job = dist.PrefixStore(f"attempt_{spec.attempt}", store)
-    with _few_connections(spec.world_size):
+    with few_connections(spec.world_size) as connects_late:
         dist.init_process_group(
             _backend(device), store=job, rank=spec.rank, world_size=spec.world_size, timeout=timeout
         )
-    if spec.world_size > FULLY_CONNECTED:
+    if connects_late:
         meet()
-
-
-FULLY_CONNECTED = 4
-"""Most ranks of a gloo group in which each is connected with each."""
-
-
-@contextmanager
-def _few_connections(num_ranks: int) -> Iterator[None]:
-    """Let gloo groups that are made inside, of more than a few ranks, connect two ranks when they first talk.
-
-    A rank that waits for a connection which a failed one never makes cannot be woken by an abort, as one can that waits
-    for bytes. So ranks that need each other in a step talk once, at the start.
-    """
-    name, is_large = "TORCH_GLOO_LAZY_INIT", num_ranks > FULLY_CONNECTED
-    before = os.environ.get(name)
-    os.environ[name] = "1" if is_large else "0"
-    try:
-        yield
-    finally:
-        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 def meet(group: dist.ProcessGroup | None = None) -> None:
@@ -311,10 +289,10 @@ def new_group(ranks: Sequence[int], *, backend: str | None = None) -> dist.Proce
     """
     world = dist.group.WORLD
     assert world is not None, "initialise the default process group first"
-    with _few_connections(len(ranks)):
+    with few_connections(len(ranks)) as connects_late:
         made = dist.new_group(list(ranks), timeout=timeout_of(world, torch.device("cpu")), backend=backend)
     group = made if isinstance(made, dist.ProcessGroup) else None
-    if group is not None and backend is None and len(ranks) > FULLY_CONNECTED:
+    if group is not None and backend is None and connects_late:
         meet(group)
         # Of the leader's tree.
         dist.broadcast(torch.zeros(1), group_src=0, group=group)

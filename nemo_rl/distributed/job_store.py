@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from ipaddress import ip_address
 
 import psutil
 import torch.distributed as dist
 
-__all__ = ["adopt_listener", "choose_interface", "open_client", "open_server", "own_address", "reserve_port"]
+__all__ = [
+    "adopt_listener",
+    "choose_interface",
+    "few_connections",
+    "open_client",
+    "open_server",
+    "own_address",
+    "reserve_port",
+]
 
 LOOPBACK_INTERFACE = "lo"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -102,3 +112,24 @@ def _listen(address: str, port: int) -> socket.socket:
         return socket.create_server(("127.0.0.1" if address == "localhost" else "", port))
     family = socket.AF_INET6 if number.version == 6 else socket.AF_INET
     return socket.create_server((address, port), family=family)
+
+
+FULLY_CONNECTED = 4
+"""Most ranks of a gloo group in which each is connected with each."""
+
+
+@contextmanager
+def few_connections(num_ranks: int) -> Iterator[bool]:
+    """Let gloo groups that are made inside, of more than a few ranks, connect two ranks when they first talk; yield
+    whether they do.
+
+    A rank that waits for a connection which a failed one never makes cannot be woken by an abort, as one can that waits
+    for bytes. So ranks that need each other in a step talk once, at the start.
+    """
+    name, is_large = "TORCH_GLOO_LAZY_INIT", num_ranks > FULLY_CONNECTED
+    before = os.environ.get(name)
+    os.environ[name] = "1" if is_large else "0"
+    try:
+        yield is_large
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nemo_rl.distributed import collectives
+from nemo_rl.distributed import job_store as job_store_module
 from nemo_rl.distributed.abort import AbortWatch
 from nemo_rl.distributed.collectives import (
     RankSpec,
@@ -145,7 +145,7 @@ def run_case(watch: AbortWatch, case: Callable[[int], None]) -> StageFailure:
 
 def run_every_case(rank: int, fully_connected: int, ports: list[int]) -> dict[str, StageFailure]:
     """Run one fresh job per case, in the same three processes."""
-    collectives.FULLY_CONNECTED = fully_connected
+    job_store_module.FULLY_CONNECTED = fully_connected
     destroy_process_group()
     seen: dict[str, StageFailure] = {}
     for port, (name, case) in zip(ports, CASES.items(), strict=True):
