@@ -54,8 +54,8 @@ HOLDS = {
 class Setting:
     """Sizes of the model, and repetitions."""
 
-    hidden: int = 512
-    layers: int = 12
+    hidden: int = 1024
+    layers: int = 8
     vocab: int = 16_384
     ranks: int = 4
     repeats: int = 5
