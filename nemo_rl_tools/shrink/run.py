@@ -41,7 +41,7 @@ from nemo_rl.errors import RunFolderError, boundary
 from nemo_rl.models.adapters.folder import is_adapter_folder, read_adapter
 from nemo_rl.models.adapters.lora import adapted_layers, adapter_infos
 from nemo_rl.models.hf.loading import build_meta_model, load_causal_lm, named_weights
-from nemo_rl.models.hf.tiny_model import write_small_model
+from nemo_rl.models.hf.tiny_model import HIDDEN, WIDE, write_small_model
 from nemo_rl.models.policy.fit import check_planned_model_fits
 from nemo_rl.models.weight_sync.weights_digest import digest_weights
 from nemo_rl.utils.trackers import read_metrics
@@ -210,7 +210,8 @@ def shrink(request: ShrinkRequest, *, console: Console) -> ShrinkReport:
     notes = _prompt_notes(config)
     most = min(MAX_WORKERS, WORKERS_PER_CPU * request.cpus)
     layout = small_layout(config.policy.parallel_sizes, config.cluster.num_workers, max_workers=most)
-    model = write_small_model(request.out / MODEL, real, layout.sizes, real_sizes=layout.real)
+    hidden = WIDE if config.policy.generation.backend == "vllm" else HIDDEN
+    model = write_small_model(request.out / MODEL, real, layout.sizes, real_sizes=layout.real, hidden=hidden)
     if config.loss_fn.distillation.enabled:
         sizes = teacher_sizes(config)
         write_small_model(request.out / TEACHER, real, sizes, real_sizes=sizes, seed=TEACHER_SEED)

@@ -24,9 +24,11 @@ from nemo_rl.models.hf.loading import model_class
 from nemo_rl.models.vision import family_of
 from nemo_rl.utils.files import give_usual_modes
 
-__all__ = ["language_config", "small_model_config", "write_small_model"]
+__all__ = ["HIDDEN", "WIDE", "language_config", "small_model_config", "write_small_model"]
 
 HEADS, HEAD_DIM, HIDDEN, WINDOW, POSITIONS, WIDTH = 4, 32, 64, 16, 2048, 128
+WIDE = HEADS * HEAD_DIM
+"""Residual stream of a model whose heads make it up and are as large as vLLM's attention on CPUs wants them."""
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 LAYERS_PER_STAGE = 2
 INIT = 0.1
@@ -34,11 +36,14 @@ INIT = 0.1
 MAX_PARAMETERS = 20_000_000
 """More means that a size was not found."""
 SEED = 0
+RESIDUAL = (
+    *("hidden_size", "n_embd", "d_model", "embedding_dim", "emb_dim", "embedding_size"),
+    *("input_embedding_size", "output_embedding_size", "word_embed_proj_dim", "lru_width"),
+    *("attention_hidden_size", "hidden_size_per_layer_input"),
+)
+"""The residual stream, and what it is called in older families."""
 CAPS: Mapping[str, int] = {
-    # The residual stream, and what it is called in older families.
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_dim", "emb_dim", "embedding_size"), HIDDEN),
-    **dict.fromkeys(("input_embedding_size", "output_embedding_size", "word_embed_proj_dim", "lru_width"), HIDDEN),
-    **dict.fromkeys(("attention_hidden_size", "hidden_size_per_layer_input"), HIDDEN),
+    **dict.fromkeys(RESIDUAL, HIDDEN),
     # Feed-forward layers.
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dense_intermediate_size"), WIDTH),
     **dict.fromkeys(("intermediate_size_mlp", "dff", "dim_ff", "d_inner", "feed_forward_size", "d_ff"), WIDTH),
@@ -99,16 +104,21 @@ class SmallModel:
 
 
 def small_model_config(
-    real: PretrainedConfig, sizes: ParallelSizes, *, real_sizes: ParallelSizes, vocab_size: int
+    real: PretrainedConfig, sizes: ParallelSizes, *, real_sizes: ParallelSizes, vocab_size: int, hidden: int = HIDDEN
 ) -> PretrainedConfig:
     """Return the family's config with small sizes that the parallel axes divide.
+
+    Args:
+        hidden: size of the residual stream.
 
     Raises:
         UserError: it describes no plain decoder.
     """
     vision = family_of(real)
     if vision is not None:
-        text = small_model_config(real.get_text_config(), sizes, real_sizes=real_sizes, vocab_size=vocab_size)
+        text = small_model_config(
+            real.get_text_config(), sizes, real_sizes=real_sizes, vocab_size=vocab_size, hidden=hidden
+        )
         return vision.small(text, tokens=VISION_TOKENS, deviation=INIT)
     given = {name: value for name, value in real.to_dict().items() if name not in LEFT_OUT}
     given_tokens = {name: real.to_dict().get(name) for name in TOKENS}
@@ -132,26 +142,33 @@ def small_model_config(
     }
     for name, cap in CAPS.items():
         if isinstance(given.get(name), int) and not isinstance(given[name], bool):
-            small[name] = min(given[name], cap)
+            small[name] = min(given[name], hidden if name in RESIDUAL else cap)
     for name in HEAD_COUNTS:
         if isinstance(given.get(name), int):
             small[name] = HEADS
     for name in KEY_VALUE_COUNTS:
         if isinstance(given.get(name), int) and not isinstance(given[name], bool):
             small[name] = _key_value_heads(given[heads_name], given[name], real_sizes.tensor)
-    _keep_products(given, small, heads=given.get(heads_name))
+    _keep_products(given, small, heads=given.get(heads_name), hidden=hidden)
     _shrink_lists(given, small, count, layers)
-    _shrink_rope(given, small)
+    _shrink_rope(given, small, hidden=hidden)
     return type(real)(**{name: value for name, value in small.items() if name != "model_type"})
 
 
 def write_small_model(
-    folder: Path, real: PretrainedConfig, sizes: ParallelSizes, *, real_sizes: ParallelSizes, seed: int = SEED
+    folder: Path,
+    real: PretrainedConfig,
+    sizes: ParallelSizes,
+    *,
+    real_sizes: ParallelSizes,
+    seed: int = SEED,
+    hidden: int = HIDDEN,
 ) -> SmallModel:
     """Return random weights and a tokenizer as a Hugging Face folder.
 
     Args:
         seed: of the weights; the tokenizer is always the same.
+        hidden: size of the residual stream.
 
     Raises:
         ModelFolderError: transformers cannot build it.
@@ -160,7 +177,7 @@ def write_small_model(
     tokenizer = build_tokenizer(f"user\n{p.prompt}\nassistant\n{p.answer}" for p in problems(200, seed=SEED))
     vocab_size = -(-len(tokenizer) // 64) * 64
     with boundary(ModelFolderError, f"a small {real.model_type!r} cannot be built"):
-        config = small_model_config(real, sizes, real_sizes=real_sizes, vocab_size=vocab_size)
+        config = small_model_config(real, sizes, real_sizes=real_sizes, vocab_size=vocab_size, hidden=hidden)
         _set_tokens(config, real, tokenizer)
         num_parameters = _write_weights(folder, config, seed=seed)
     tokenizer.save_pretrained(str(folder))
@@ -234,10 +251,10 @@ def _key_value_heads(heads: int, groups: int, real_tensor: int) -> int:
     return 1 if groups == 1 or real_tensor > groups else HEADS // 2
 
 
-def _keep_products(given: Mapping[str, Any], small: dict[str, Any], *, heads: int | None) -> None:
+def _keep_products(given: Mapping[str, Any], small: dict[str, Any], *, heads: int | None, hidden: int) -> None:
     """Keep what some families compute from one another: heads that make up the residual stream, parts of a head."""
     if heads and given.get("head_dim") and given["head_dim"] * heads == given.get("hidden_size"):
-        small["head_dim"] = HIDDEN // HEADS
+        small["head_dim"] = hidden // HEADS
     if "qk_rope_head_dim" in given and given.get("head_dim") == given["qk_rope_head_dim"]:
         small["head_dim"] = small["qk_rope_head_dim"]
     if given.get("qk_head_dim"):
@@ -264,13 +281,13 @@ def _shrink_lists(given: Mapping[str, Any], small: dict[str, Any], count: int, l
         small["sliding_window"] = WINDOW
 
 
-def _shrink_rope(given: Mapping[str, Any], small: dict[str, Any]) -> None:
+def _shrink_rope(given: Mapping[str, Any], small: dict[str, Any], *, hidden: int) -> None:
     """Shrink the positions: the kind and its numbers stay; factors by frequency are cut to those of a small head."""
     if not any(_is_scaled(given.get(name)) for name in ("rope_scaling", "rope_parameters")):
         for name in POSITION_COUNTS:
             if isinstance(given.get(name), int):
                 small[name] = min(given[name], POSITIONS)
-    width = (small.get("head_dim") or HIDDEN // HEADS) // 2
+    width = (small.get("head_dim") or hidden // HEADS) // 2
     for name in ("rope_scaling", "rope_parameters"):
         rope = given.get(name)
         if isinstance(rope, Mapping):

@@ -13,7 +13,7 @@ from nemo_rl.config.policy import ParallelSizes
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import UserError
 from nemo_rl.models.hf.loading import load_causal_lm
-from nemo_rl.models.hf.tiny_model import small_model_config, write_small_model
+from nemo_rl.models.hf.tiny_model import WIDE, small_model_config, write_small_model
 from nemo_rl.models.megatron.architecture import Architecture
 from nemo_rl_tools.known_models import planned_model_config
 
@@ -76,6 +76,14 @@ def test_key_value_heads_that_tensor_ranks_share_stay_shared(tensor: int, groups
     large = planned_model_config("Llama-3.1-8B")
     small = small_model_config(large, TWO, real_sizes=ParallelSizes(tensor=tensor), vocab_size=320)
     assert small.num_key_value_heads == groups
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen2.5-7B"])
+def test_heads_of_a_wide_model_are_those_that_vllm_takes(name: str) -> None:
+    """Both make up the residual stream; a Qwen2.5 says no size of a head."""
+    small = small_model_config(planned_model_config(name), TWO, real_sizes=TWO, vocab_size=320, hidden=WIDE)
+    size = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
+    assert (small.hidden_size, size) == (128, 32)
 
 
 def test_the_folder_has_a_tokenizer_and_weights_of_which_none_is_one_or_zero(tmp_path: Path) -> None:
