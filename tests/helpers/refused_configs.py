@@ -83,6 +83,16 @@ REFUSED_CLUSTERS: Refused = {
             "policy.generation.refit_transport: 'ipc' needs engines on the workers' GPUs",
         ),
     ],
+    "rule_shards_fit_what_is_sent": [
+        (
+            ("policy.generation.refit_transport=shards", "policy.generation.refit_delta.enabled=true"),
+            "policy.generation.refit_transport: 'shards' sends parts of weights, and a delta is of whole ones",
+        ),
+        (
+            ("policy.generation.refit_transport=shards", "policy.lora.enabled=true", "policy.lora.serve=merged"),
+            "policy.lora.serve 'merged' adds the adapter to whole ones",
+        ),
+    ],
     "rule_colocated_keys_need_non_colocated_engines": [
         (("policy.generation.colocated.num_nodes=1",), "policy.generation.colocated.num_nodes: 1 would be ignored")
     ],

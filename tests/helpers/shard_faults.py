@@ -15,7 +15,15 @@ from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from nemo_rl.models.weight_sync.shard_transport import ShardReceiver, ShardSender
 
-__all__ = ["FAULTS", "GATE_UP", "VOCABULARY", "FaultyShardEngine", "build_dying_policy", "build_faulty_engine"]
+__all__ = [
+    "FAULTS",
+    "GATE_UP",
+    "VOCABULARY",
+    "FaultyShardEngine",
+    "build_dying_policy",
+    "build_faulty_engine",
+    "end_at",
+]
 
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
 VOCABULARY = "lm_head.weight"
@@ -40,7 +48,7 @@ FAULTS: dict[str, tuple[str, Callable[[torch.Tensor, torch.Tensor], None]]] = {
 }
 
 
-def _end_at(kind: type, method: str, number: int) -> None:
+def end_at(kind: type, method: str, number: int) -> None:
     """Let this process end in the given round of the next refit, counted from 0."""
     original, count = getattr(kind, method), 0
 
@@ -63,7 +71,7 @@ class FaultyShardEngine(EngineWorker):
         self.fault = fault
 
     def end_at(self, *, number: int) -> None:
-        _end_at(ShardReceiver, "_finish", number)
+        end_at(ShardReceiver, "_finish", number)
 
     def receive_shards(self, kind: Literal["weights", "adapter"]) -> None:
         if self.fault is None:
@@ -78,7 +86,10 @@ class FaultyShardEngine(EngineWorker):
 
 def build_faulty_engine(spec: EngineSpec) -> FaultyShardEngine:
     torch.set_num_threads(1)
-    return cast("FaultyShardEngine", FaultyShardEngine.from_config(spec.policy, number=spec.number, num_engines=2))
+    return cast(
+        "FaultyShardEngine",
+        FaultyShardEngine.from_config(spec.policy, number=spec.number, num_engines=2, adapter_slots=3),
+    )
 
 
 class DyingPolicy:
@@ -91,7 +102,7 @@ class DyingPolicy:
         return getattr(self._worker, name)
 
     def end_at(self, *, number: int) -> None:
-        _end_at(ShardSender, "_begin", number)
+        end_at(ShardSender, "_begin", number)
 
     def fail_at(self, *, number: int) -> None:
         """Fail in the given round of the next refit."""

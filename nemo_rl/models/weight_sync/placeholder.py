@@ -179,7 +179,7 @@ def _refused(name: str, why: str) -> WorkerError:
 
 
 def _name_of(func: Callable[..., Any]) -> str:
-    return func.__name__ if hasattr(func, "__name__") else str(func)
+    return func.__name__
 
 
 def _strides(shape: Sequence[int]) -> list[int]:

@@ -60,6 +60,11 @@ class ShardLoader:
         self._boxes = {name: merged_boxes(boxes) for name, boxes in taken.items()}
         return list(self._boxes.values())
 
+    @property
+    def left_out(self) -> set[str]:
+        """Return the weights of which this rank takes nothing, such as those of other stages of a pipeline."""
+        return {name for name, boxes in self._boxes.items() if not boxes}
+
     def begin(self) -> None:
         self._open, self._prints = {}, PartFingerprints()
 

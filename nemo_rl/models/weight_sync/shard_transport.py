@@ -49,25 +49,12 @@ class _Walk:
         count = min(NUM_BUFFERS, len(part.rounds))
         self._buffers = torch.empty(count, part.most_bytes, dtype=torch.uint8, device=group.device)
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of the buffers."""
-        return self._buffers.numel()
-
     def _rooms(self, number: int) -> Iterator[tuple[ShardSegment, torch.Tensor]]:
         """Yield the segments of a round, and the place of each in the buffer."""
         start, buffer = 0, self._buffers[number % NUM_BUFFERS]
         for segment in self._part.rounds[number]:
             yield segment, buffer[start : start + segment.num_bytes]
             start += aligned(segment.num_bytes)
-
-    def _pieces(
-        self, segment: ShardSegment, room: torch.Tensor
-    ) -> Iterator[tuple[ShardPiece, WeightSlot, torch.Tensor]]:
-        for piece in segment.pieces:
-            slot = self._part.slots[piece.slot]
-            raw = room[piece.offset : piece.offset + piece.box.count * slot.element_bytes]
-            yield piece, slot, raw.view(getattr(torch, slot.dtype)).view(piece.box.size)
 
 
 class ShardSender(_Walk):
@@ -106,14 +93,17 @@ class ShardSender(_Walk):
 
     def send_error(self, text: str) -> None:
         """Let receivers that are still to get something hear why they do not."""
+        left = self._receivers(self._num_begun) - self._lost
+        word, told = torch.tensor([FAILS], device=self._group.device), _Round()
+        # The store is that of rank 0, which may be gone.
         with suppress(RuntimeError):
             self._group.leave_error(text)
-            left = self._receivers(self._num_begun) - self._lost
-            word = torch.tensor([FAILS], device=self._group.device)
-            works = [(to, self._group.start_send(word, to=to)) for to in left]
-            for to, work in works:
+            for to in sorted(left):
                 with suppress(CollectiveTimeout):
-                    self._group.finish(work, peer=to)
+                    told.works.append((to, self._group.start_send(word, to=to)))
+        for to, work in told.works:
+            with suppress(CollectiveTimeout):
+                self._group.finish(work, peer=to)
 
     def _pack(self, segment: ShardSegment, room: torch.Tensor, held: HeldShards) -> None:
         for piece in segment.pieces:
@@ -188,6 +178,14 @@ class ShardReceiver(_Walk):
                     take(slot, piece.box, values)
                 received += segment.num_bytes
         return received
+
+    def _pieces(
+        self, segment: ShardSegment, room: torch.Tensor
+    ) -> Iterator[tuple[ShardPiece, WeightSlot, torch.Tensor]]:
+        for piece in segment.pieces:
+            slot = self._part.slots[piece.slot]
+            raw = room[piece.offset : piece.offset + piece.box.count * slot.element_bytes]
+            yield piece, slot, raw.view(getattr(torch, slot.dtype)).view(piece.box.size)
 
     def _begin(self, number: int) -> _Round:
         begun = _Round(segments=list(self._rooms(number)))

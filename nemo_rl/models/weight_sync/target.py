@@ -2,11 +2,12 @@
 
 Calls of one refit, in order: `report_device_id` and `refit_free_bytes` (once, to choose a transport), `match_refit`,
 `delta_base` (only with `policy.generation.refit_delta`), `begin_refit`, then `load_bucket` for each bucket or
-`receive_weights` for all of them, `finish_refit`, `answer_receipt`. Of a refit of an adapter: `match_adapter`,
+`receive_weights` for all of them, `finish_refit`, `answer_receipt`. By shards `report_parts` and `take_parts` come
+once, and `receive_shards` in place of `begin_refit` and the buckets. Of a refit of an adapter: `match_adapter`,
 `begin_refit`, the buckets, `finish_refit`, `adapter_fingerprints`, `use_adapter`, `answer_receipt`; rows go on with the
-version in use up to `use_adapter`. Invariant of `RefitReceiver`: names and shapes are
-compared before the first byte is written; from then until the last bucket the engine holds no version, so that
-half-loaded weights are never sampled from.
+version in use up to `use_adapter`. Invariant of `RefitReceiver`: names and shapes are compared before the first byte is
+written; from then until the last bucket the engine holds no version, so that half-loaded weights are never sampled
+from.
 """
 
 from __future__ import annotations
@@ -192,9 +193,10 @@ class RefitReceiver:
 
         try:
             ShardReceiver(part, self._group).receive(place or copy)
-        except BaseException:
+        except BaseException as error:
             # Ranks of the policy that still send would wait for this one.
-            self.close()
+            group, self._group = self._group, None
+            group.leave(error)
             raise
         self._num_missing = 0
 

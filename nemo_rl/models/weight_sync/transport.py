@@ -25,6 +25,7 @@ import socket
 import struct
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -241,6 +242,15 @@ class RefitGroup:
             f"{self._spec.timeout_s:.0f} s: {str(error).splitlines()[0]}",
             stage="refit",
         )
+
+    def leave(self, error: BaseException) -> None:
+        """Leave the group because of an error of this member, so that the others hear of it at once: what was begun and
+        not finished keeps the connections open, and the error's frames hold it."""
+        at: BaseException | None = error
+        while at is not None:
+            traceback.clear_frames(at.__traceback__)
+            at = at.__cause__ or at.__context__
+        self.close()
 
     def close(self) -> None:
         """Leave the group; members that still wait for this one fail soon. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -22,6 +23,7 @@ from nemo_rl.models.weight_sync.placeholder import (
     placeholder_of,
 )
 from nemo_rl.models.weight_sync.receipt.fingerprint import fingerprints, hash_part, summed
+from nemo_rl.models.weight_sync.shard_loader import ShardLoader, joined_prints
 from nemo_rl.models.weight_sync.shard_plan import Boxes, ShardPlan, plan_shards
 
 SHAPE = (8, 4)
@@ -190,8 +192,26 @@ def test_each_element_comes_once_to_those_who_take_it_and_all_send_alike(engines
         assert plan.received[rank] == shard
     share = sum(plan.received.values()) / len(held)
     assert max(plan.sent.values()) <= 1.05 * share, plan.sent
+    for rank, num_bytes in plan.sent.items():
+        segments = [one for each in plan.of(rank).rounds for one in each]
+        pieces = sum(
+            piece.box.count * SLOTS[piece.slot].element_bytes * len(one.receivers)
+            for one in segments
+            for piece in one.pieces
+        )
+        assert pieces == num_bytes
     for rank in range(4 + len(taken)):
         assert plan.of(rank).most_bytes <= BUCKET + 8 * 4
+
+
+def test_a_piece_is_so_small_that_its_cast_is_no_third_buffer() -> None:
+    """The peak of a refit is 1.1 of two buckets: the buffers, and a piece that is cast and hashed."""
+    bucket = 40_000
+    plan = plan_shards(SLOTS, _policy(), _engines(2), bucket_bytes=bucket)
+    pieces = [piece for segments in plan.rounds for segment in segments for piece in segment.pieces]
+    largest = max(piece.box.count * plan.slots[piece.slot].element_bytes for piece in pieces)
+    for rank in range(4):
+        assert 2 * plan.of(rank).most_bytes + 3 * largest <= 1.1 * 2 * bucket
 
 
 def test_a_rank_sends_what_it_holds_alone() -> None:
@@ -222,6 +242,47 @@ SIZES = {
     "intermediate_size": 16,
     "tie_word_embeddings": False,
 }
+
+
+class Stage:
+    """One of two ranks of an engine: its loaders fuse halves of rows, and one weight is on the other stage."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.square, self.norm = rank, torch.zeros(64, 32), torch.zeros(33)
+
+    def load(self, name: str, weight: torch.Tensor) -> None:
+        if name == "square":
+            for half in range(2):
+                self.square[32 * half : 32 * half + 16].copy_(weight.chunk(2)[half].narrow(0, 16 * self.rank, 16))
+        elif name == "norm" and self.rank == 0:
+            self.norm.data.copy_(weight)
+
+
+def test_a_loader_is_given_what_it_took_and_a_part_that_never_comes_is_told() -> None:
+    slots = tuple(replace(slot, dtype="float32") for slot in SLOTS[1:3])
+    weights = {slot.name: torch.randn(slot.shape) for slot in slots}
+    prints = list[dict[str, dict[Box, int]]]()
+    for rank in range(2):
+        stage, whole = Stage(rank), Stage(rank)
+        loader = ShardLoader(torch.device("cpu"), stage.load)
+        boxes = dict(zip(weights, loader.record(slots), strict=True))
+        assert loader.left_out == ({"norm"} if rank else set())
+        assert not stage.square.any(), "to record changes nothing"
+        loader.begin()
+        for slot in slots:
+            for box in boxes[slot.name]:
+                for piece in (box.along(0, 0, 7), box.along(0, 7, box.size[0] - 7)):
+                    loader.place(slot, piece, piece.of(weights[slot.name], held=Box.whole(slot.shape)))
+            whole.load(slot.name, weights[slot.name])
+        assert torch.equal(stage.square, whole.square) and torch.equal(stage.norm, whole.norm)
+        prints.append(loader.prints())
+    assert joined_prints(prints, slots) == fingerprints(weights.items())
+    assert joined_prints(prints[:1], slots)["square"] == "1024 of 2048 elements"
+    [(box, number)] = prints[0]["norm"].items()
+    other = {**prints[1], "norm": {box: number + 1}}
+    assert joined_prints([prints[0], other], slots)["norm"] == "other values in rank 1 than in a rank before it"
+
+
 CONFIGS = (
     Qwen2Config(**SIZES),
     Qwen3MoeConfig(**SIZES, head_dim=4, num_experts=4, moe_intermediate_size=8, mlp_only_layers=[0]),

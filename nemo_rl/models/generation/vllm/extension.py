@@ -79,7 +79,8 @@ class RankRefit:
         """Names in files of each weight that was handed over."""
         self._taken: set[str] = set()
         self._receiver = RefitReceiver(model, device, take=self._take)
-        self._slots: tuple[WeightSlot, ...] = ()
+        self._recorded = ShardLoader(device, self._take_part)
+        """Loader of the parts that were recorded last."""
         self._shards: ShardLoader | None = None
         """Loader of the parts of weights in a refit by shards; None where weights came whole."""
 
@@ -110,6 +111,7 @@ class RankRefit:
         self.begin_weights()
         self._shards = self._recorded
         self._shards.begin()
+        self._taken = {self._first[name] for name in self._shards.left_out}
         self._receiver.receive_shards(kind, place=self._shards.place)
 
     def _take_part(self, name: str, weight: torch.Tensor) -> None:

@@ -350,7 +350,7 @@ class RefitReport:
     """Bytes of all weights in the engines' dtypes; where engines serve adapters those of the adapter, and of the frozen
     weights where these were sent."""
     bytes_sent: int
-    """Bytes that policy rank 0 put into buckets; each engine gets them."""
+    """Bytes that policy rank 0 put into buckets, or by shards all of its ranks together; each engine gets them."""
     receipt: Receipt | None = None
     """Receipt of the refit, or None where none was taken."""
     num_adapters: int | None = None

@@ -27,6 +27,8 @@ BLOCK = 4096
 ROWS_AT_ONCE = 16
 """512 KiB of products at a time: they stay in a cache of the processor."""
 ROWS_ON_DEVICE = 2048
+PART_ROWS_ON_DEVICE = 256
+"""8 MiB at a time, of which a part of a weight needs several: little beside the buffers of a refit by shards."""
 NUM_FACTORS = 65_537
 """Number of row factors: a prime, so that no size of a weight divides it."""
 WORD_BYTES = 8
@@ -151,9 +153,8 @@ def _hash_runs(words: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """Return the sum over runs of words `[runs, words]` that begin at these words `[runs]` of a weight."""
     factors, count = _factors(words.device), words.shape[1]
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    at_once, steps = max(1, (ROWS_AT_ONCE * BLOCK) // count), ROWS_AT_ONCE * BLOCK
-    if words.device.type != "cpu":
-        at_once, steps = max(1, (ROWS_ON_DEVICE * BLOCK) // count), ROWS_ON_DEVICE * BLOCK
+    steps = BLOCK * (ROWS_AT_ONCE if words.device.type == "cpu" else PART_ROWS_ON_DEVICE)
+    at_once = max(1, steps // count)
     for first in range(0, len(words), at_once):
         for begin in range(0, count, steps):
             part = words[first : first + at_once, begin : begin + steps]
