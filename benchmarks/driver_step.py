@@ -11,7 +11,6 @@ a part is not measured; `--unfrozen` lets the garbage collector visit all that w
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
 import time
@@ -31,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import ROOT, Hold, check_figures, environment, figures_table, load_average, write_json
-from benchmarks.packing_lengths import draw_lengths
+from benchmarks.scale_actors import rolled_rows
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.stages.bodies import build_stages, clear_untrained
 from nemo_rl.algorithms.stages.columns import declare_partition, stage_columns
@@ -42,18 +41,14 @@ from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.sampler import SampledPrompt
 from nemo_rl.data_plane.batch_meta import shard_meta_for_dp
-from nemo_rl.data_plane.column_io import kv_first_write
 from nemo_rl.data_plane.factory import build_data_plane_client, open_step
 from nemo_rl.data_plane.interfaces import DataPlaneClient
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.layout import ParallelLayout
-from nemo_rl.experience.payload import SampleStats
 from nemo_rl.experience.rollout_handle import RolloutHandle
-from nemo_rl.experience.rollout_records import WEIGHT_VERSION, RolloutResult
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.memory import frozen_startup_objects
 
-__all__ = ["HOLDS", "PARTS", "DriverSample", "figures_of", "main", "measure"]
+__all__ = ["HOLDS", "PARTS", "DriverSample", "figures_of", "main", "measure", "step_config"]
 
 RECIPE = ROOT / "configs" / "grpo_sort_cpu.yaml"
 GROUP, RANKS, REPEATS = 16, 8, 20
@@ -112,7 +107,7 @@ def measure(
     Args:
         frozen: False lets the garbage collector visit all that was loaded, in the midst of a step.
     """
-    config = _config(num_rows)
+    config = step_config(num_rows)
     client = build_data_plane_client(DataPlaneConfig(impl="noop"), run_id=f"bench-{uuid.uuid4().hex[:8]}")
     try:
         loss_fn = build_loss(config.loss_fn, config.grpo)
@@ -163,7 +158,11 @@ def _step(
     step = clock.time("begin", lambda: begin_step(number, drawn, group_size=group, version=number))
     opened = open_step(client, step.partition, step.keys)
     opened.__enter__()
-    step = replace(step, rolled=_rolled(step, client))
+    # Written and handed over by a rollout worker: not the driver's work, and not timed.
+    step = replace(
+        step,
+        rolled=rolled_rows(client, step.keys, partition_id=step.partition, version=step.policy_version, seed=number),
+    )
     score, write_advantages = stages
     if with_plan:
         step = clock.time("score and plan", lambda: score(step))
@@ -176,32 +175,12 @@ def _step(
     return DriverSample(rows=len(step.keys), ms=clock.ms)
 
 
-def _rolled(step: StepState, client: DataPlaneClient) -> RolloutResult:
-    """What the rollout worker writes and hands over: not the driver's work, and not timed."""
-    count = len(step.keys)
-    draws = random.Random(step.number)
-    lengths = torch.tensor(draw_lengths("pile-up", count, seed=step.number)) // 16 + 2
-    width = int(lengths.max())
-    rewards = np.asarray([float(draws.random() < 0.5) for _ in range(count)], dtype=np.float32)
-    mask = torch.arange(width) < lengths[:, None]
-    columns = BatchedDataDict(
-        {
-            "input_ids": torch.ones(count, width, dtype=torch.int32),
-            "input_lengths": lengths.to(torch.int32),
-            "token_mask": mask,
-            "generation_logprobs": torch.zeros(count, width),
-            "sample_mask": torch.ones(count),
-        }
-    )
-    tags = [{"reward": float(reward), WEIGHT_VERSION: step.policy_version} for reward in rewards]
-    meta = kv_first_write(client, columns, step.keys, partition_id=step.partition, tags=tags)
-    sample_stats = SampleStats(
-        rewards=rewards, truncated=np.zeros(count, dtype=bool), response_lengths=lengths.numpy().astype(np.int32)
-    )
-    return RolloutResult(meta=meta, sample_stats=sample_stats)
+def step_config(num_rows: int, *more: str) -> MasterConfig:
+    """Return the recipe of a step of so many rows.
 
-
-def _config(num_rows: int) -> MasterConfig:
+    Args:
+        more: further overrides.
+    """
     overrides = [
         f"grpo.num_prompts_per_step={num_rows // GROUP}",
         f"grpo.num_generations_per_prompt={GROUP}",
@@ -210,6 +189,7 @@ def _config(num_rows: int) -> MasterConfig:
         "policy.dynamic_batching.train_mb_tokens=4096",
         "policy.dynamic_batching.logprob_mb_tokens=8192",
         f"data.train.size={num_rows}",
+        *more,
     ]
     return load_config(RECIPE, overrides)
 
