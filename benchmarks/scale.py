@@ -288,7 +288,9 @@ def _parties(config: MasterConfig, policy: object, engines: object) -> RefitPart
 
 
 def _config(scale: Scale, folder: Path, *, steps: int) -> MasterConfig:
-    ahead = ("grpo.async.enabled=true", "loss_fn.use_importance_sampling_correction=true") if scale.mode == "async" else ()
+    ahead = (
+        ("grpo.async.enabled=true", "loss_fn.use_importance_sampling_correction=true") if scale.mode == "async" else ()
+    )
     return step_config(
         scale.rows,
         *ahead,

@@ -98,21 +98,18 @@ class _Group(WorkerGroup):
 
     def submit(self, call: Call[_T]) -> Pending[list[_T]]:
         ranks = range(self.world_size) if call.ranks is None else call.ranks
-        replies = [self._reply(rank, self._sent(call, rank)) for rank in ranks]
+        requests = [self._sent(call, rank) for rank in ranks]
+        with self._actors.aside():
+            replies = [self._reply(rank, request) for rank, request in zip(ranks, requests, strict=True)]
         return Pending(lambda: [cast("_T", pickle.loads(reply)["value"]) for reply in replies])
 
     def stream(self, call: Call[Iterator[_T]]) -> Iterator[_T]:
         request = self._sent(call, 0)
         with self._actors.aside():
-            found = iter(getattr(self._workers[0], request.method)(**request.arguments))
-        while True:
-            with self._actors.aside():
-                reply = pickle.dumps(next(found, None))
-            value = pickle.loads(reply)
-            if value is None:
-                return
+            replies = list(map(pickle.dumps, getattr(self._workers[0], request.method)(**request.arguments)))
+        for reply in replies:
             self._actors.results[self._kind, request.method] += 1
-            yield value
+            yield pickle.loads(reply)
 
     def _sent(self, call: Call[Any], rank: int) -> Request[Any]:
         request = call.of_rank(rank)
@@ -121,9 +118,8 @@ class _Group(WorkerGroup):
         return request
 
     def _reply(self, rank: int, request: Request[Any]) -> bytes:
-        with self._actors.aside():
-            value = getattr(self._workers[rank], request.method)(**request.arguments)
-            return pickle.dumps({"ok": True, "warnings": [], "value": value})
+        value = getattr(self._workers[rank], request.method)(**request.arguments)
+        return pickle.dumps({"ok": True, "warnings": [], "value": value})
 
     @property
     def is_local(self) -> bool:

@@ -181,7 +181,10 @@ class KVBatchMeta(Counted):
 
     def subset(self, indices: Iterable[int]) -> KVBatchMeta:
         """Return the rows at `indices`, in that order; the pack plan is cleared."""
-        picked = [int(i) for i in indices]
+        return self._picked([int(i) for i in indices], pack=None)
+
+    def _picked(self, picked: Sequence[int], *, pack: PackPlan | None) -> KVBatchMeta:
+        """Return the rows at `picked`, in that order, with another plan."""
         if outside := [i for i in picked if not 0 <= i < len(self.keys)]:
             raise SchemaMismatch(f"subset: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
         return replace(
@@ -194,7 +197,7 @@ class KVBatchMeta(Counted):
                 for family, version in self.versions.items()
             },
             claims=_pick(self.claims, picked),
-            pack=None,
+            pack=pack,
         )
 
     def slice(self, start: int, stop: int) -> KVBatchMeta:
@@ -318,7 +321,7 @@ def _rebuild_meta(
     rows: Packed, partition_id: str, claims: int | tuple[int, ...] | None, more: Mapping[str, Any]
 ) -> KVBatchMeta:
     keys, sequence_lengths, tags = unpack_rows(rows)
-    return KVBatchMeta(
+    meta = KVBatchMeta(
         partition_id=partition_id,
         keys=keys,
         sequence_lengths=sequence_lengths,
@@ -326,6 +329,9 @@ def _rebuild_meta(
         claims=(claims,) * len(keys) if isinstance(claims, int) else claims,
         **more,
     )
+    # What has come is what would be sent, and what is counted.
+    meta._packed.append(rows)
+    return meta
 
 
 def _join(parts: Sequence[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
@@ -353,7 +359,7 @@ def shard_meta_for_dp(meta: KVBatchMeta, plan: PackPlan) -> list[KVBatchMeta]:
             f"pack plan for partition {meta.partition_id!r} with {meta.size} rows: rows that do not exist: "
             f"{name_some(outside) or 'none'}; rows named more than once: {name_some(twice) or 'none'}"
         )
-    return [meta.subset(mine).with_pack(view) for mine, view in zip(rows, plan.rank_plans(), strict=True)]
+    return [meta._picked(mine, pack=view) for mine, view in zip(rows, plan.rank_plans(), strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

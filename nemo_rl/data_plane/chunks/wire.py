@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from operator import eq
 from pathlib import PurePath
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue
-from nemo_rl.data_plane.keys import key_of, keys_of_groups, split_key
+from nemo_rl.data_plane.keys import MARK, index_of, key_of, keys_of_groups
 
 __all__ = ["Counted", "Packed", "message_bytes", "pack_rows", "unpack_rows"]
 
@@ -76,43 +77,100 @@ def message_bytes(value: object) -> int:
     Raises:
         TypeError: a type that no message of ours has.
     """
-    if isinstance(value, Counted):
-        return value.num_bytes()
-    if isinstance(value, list | tuple | set | frozenset | range):
-        return _EACH + _sum_of(value)
-    if isinstance(value, Mapping):
-        return _EACH + _sum_of(value.keys()) + _sum_of(value.values())
-    if is_dataclass(value):
-        return _EACH_OBJECT + sum(message_bytes(getattr(value, field.name)) for field in fields(value))
-    if isinstance(value, bytes | np.ndarray | np.generic | torch.Tensor):
-        return _EACH + (len(value) if isinstance(value, bytes) else value.nbytes)
-    if isinstance(value, Enum | PurePath):
-        return _EACH + len(str(value))
-    if value is None or isinstance(value, int | float | str):
-        return _sum_of((value,))
-    raise TypeError(f"message_bytes: expected plain values, arrays or dataclasses, got {type(value).__name__}")
+    kind = type(value)
+    return (_SIZERS.get(kind) or _sizer(kind))(value)
 
 
 _EACH = 3
 """Bytes around a container or a string."""
 _EACH_OBJECT = 12
 """Bytes around the fields of a dataclass; the name of its class, sent once, is not counted."""
-_EACH_NUMBER = ((type(None), 1), (bool, 1), (float, 9))
+_EACH_NUMBER: Mapping[type, int] = {type(None): 1, bool: 1, float: 9}
 _INT_LIMITS = ((1 << 8, 2), (1 << 16, 3), (1 << 31, 5), (1 << 63, 10))
+
+_Sizer: TypeAlias = Callable[[Any], int]
+_SIZERS: dict[type, _Sizer] = {}
+"""Type -> what counts its values: a step's messages have a million values of a few types."""
+
+
+def _sizer(kind: type) -> _Sizer:
+    """Return what counts the values of a type, and keep it."""
+    if issubclass(kind, Counted):
+        sizer: _Sizer = kind.num_bytes
+    elif issubclass(kind, list | tuple | set | frozenset | range):
+        sizer = _container_bytes
+    elif issubclass(kind, Mapping):
+        sizer = _mapping_bytes
+    elif is_dataclass(kind):
+        sizer = _dataclass_sizer(tuple(each.name for each in fields(kind)))
+    elif issubclass(kind, bytes):
+        sizer = _bytes_bytes
+    elif issubclass(kind, np.ndarray | np.generic | torch.Tensor):
+        sizer = _array_bytes
+    elif issubclass(kind, Enum | PurePath):
+        sizer = _text_bytes
+    elif kind in _EACH_NUMBER:
+        sizer = _same(_EACH_NUMBER[kind])
+    elif issubclass(kind, int | float | str):
+        sizer = _int_sizer if issubclass(kind, int) else _same(9) if issubclass(kind, float) else _str_bytes
+    else:
+        raise TypeError(f"message_bytes: expected plain values, arrays or dataclasses, got {kind.__name__}")
+    _SIZERS[kind] = sizer
+    return sizer
+
+
+def _same(size: int) -> _Sizer:
+    return lambda _: size
+
+
+def _int_sizer(value: int) -> int:
+    return _int_bytes(abs(value))
+
+
+def _str_bytes(value: str) -> int:
+    return _EACH + (len(value) if value.isascii() else len(value.encode("utf-8", "surrogatepass")))
+
+
+def _bytes_bytes(value: bytes) -> int:
+    return _EACH + len(value)
+
+
+def _array_bytes(value: np.ndarray | np.generic | torch.Tensor) -> int:
+    return _EACH + value.nbytes
+
+
+def _text_bytes(value: Enum | PurePath) -> int:
+    return _EACH + len(str(value))
+
+
+def _container_bytes(value: Collection[object]) -> int:
+    return _EACH + _sum_of(value)
+
+
+def _mapping_bytes(value: Mapping[object, object]) -> int:
+    return _EACH + _sum_of(value.keys()) + _sum_of(value.values())
+
+
+def _dataclass_sizer(names: tuple[str, ...]) -> _Sizer:
+    def sizer(value: object) -> int:
+        return _EACH_OBJECT + sum([message_bytes(getattr(value, name)) for name in names])
+
+    return sizer
 
 
 def _sum_of(values: Collection[object]) -> int:
     """Return the bytes of all values; those of one plain type, the usual case, are added up without a look at each."""
     kinds = set(map(type, values))
-    if kinds == {int}:
-        return len(values) * _int_bytes(max(map(abs, values)))  # type: ignore[arg-type]
-    if kinds == {str}:
-        joined = "".join(values)  # type: ignore[arg-type]
-        characters = len(joined) if joined.isascii() else len(joined.encode("utf-8", "surrogatepass"))
-        return len(values) * _EACH + characters
-    for kind, each in _EACH_NUMBER:
-        if kinds == {kind}:
-            return len(values) * each
+    if len(kinds) == 1:
+        [kind] = kinds
+        if kind is int:
+            return len(values) * _int_bytes(max(map(abs, values)))  # type: ignore[arg-type]
+        if kind is str:
+            joined = "".join(values)  # type: ignore[arg-type]
+            characters = len(joined) if joined.isascii() else len(joined.encode("utf-8", "surrogatepass"))
+            return len(values) * _EACH + characters
+        if kind in _EACH_NUMBER:
+            return len(values) * _EACH_NUMBER[kind]
     return sum(map(message_bytes, values))
 
 
@@ -121,16 +179,18 @@ def _int_bytes(value: int) -> int:
 
 
 def _pack_keys(keys: Sequence[str]) -> Packed:
-    parts = [split_key(key) for key in keys]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts) or not parts:
+    parts = [key.rpartition(MARK) for key in keys]
+    # Few distinct ones: those of the rows of a group.
+    indices = {digits: index_of(digits) for digits in {digits for _, _, digits in parts}}
+    if not parts or None in indices.values() or not all(mark for _, mark, _ in parts):
         return ("keys", tuple(keys))
-    uids = list(dict.fromkeys(uid for uid, _ in known))
+    uids = tuple(dict.fromkeys(uid for uid, _, _ in parts))
     per_group, rest = divmod(len(keys), len(uids))
-    if not rest and known == [(uid, i) for uid in uids for i in range(per_group)]:
-        return ("groups", tuple(uids), per_group)
+    if not rest and all(map(eq, keys, (key_of(uid, i) for uid in uids for i in range(per_group)))):
+        return ("groups", uids, per_group)
     numbers = {uid: i for i, uid in enumerate(uids)}
-    return ("rows", tuple(uids), _pack_ints([numbers[uid] for uid, _ in known]), _pack_ints([i for _, i in known]))
+    of_rows = [indices[digits] or 0 for _, _, digits in parts]
+    return ("rows", uids, _pack_ints([numbers[uid] for uid, _, _ in parts]), _pack_ints(of_rows))
 
 
 def _unpack_keys(packed: Packed) -> tuple[str, ...]:
@@ -190,17 +250,22 @@ def _identity(value: TagValue) -> tuple[type, object]:
     return type(value), _DOUBLE.pack(value) if isinstance(value, float) else value
 
 
+def _identities(values: Sequence[TagValue], kinds: set[type]) -> Sequence[object]:
+    """Return what tells the values apart; see `_identity`."""
+    if kinds == {float}:
+        return np.array(values, dtype="<f8").view("<i8").tolist()
+    return values if len(kinds) == 1 else [_identity(value) for value in values]
+
+
 def _pack_values(values: Sequence[TagValue]) -> Packed:
-    distinct: dict[tuple[type, object], TagValue] = {}
-    identities = [_identity(value) for value in values]
-    for identity, value in zip(identities, values, strict=True):
-        distinct.setdefault(identity, value)
-    if len(distinct) == 1:
+    kinds = set(map(type, values))
+    identities = _identities(values, kinds)
+    numbers = {identity: number for number, identity in enumerate(dict.fromkeys(identities))}
+    if len(numbers) == 1:
         return ("same", values[0])
-    if len(distinct) <= _MOST_DISTINCT and len(distinct) < len(values):
-        numbers = {identity: i for i, identity in enumerate(distinct)}
-        return ("few", tuple(distinct.values()), bytes(numbers[identity] for identity in identities))
-    kinds = {type(value) for value in values}
+    if len(numbers) <= _MOST_DISTINCT and len(numbers) < len(values):
+        rows = bytes(map(numbers.__getitem__, identities))
+        return ("few", tuple(values[rows.index(number)] for number in range(len(numbers))), rows)
     if kinds == {float}:
         wide = np.array(values, dtype="<f8")
         with np.errstate(all="ignore"):  # values that do not fit are found by the comparison
