@@ -33,6 +33,7 @@ from nemo_rl.models.generation.interfaces import EngineLoad
 from nemo_rl.models.policy.interfaces import TrainResult
 from nemo_rl.models.weight_sync.buckets import WeightSlot
 from nemo_rl.models.weight_sync.receipt import Answer, Probe, ScoredProbe, Sent
+from nemo_rl.models.weight_sync.target import AcceptedRefit
 from nemo_rl.models.weight_sync.transport import ChannelOffer, ChannelSpec
 from nemo_rl.utils.metrics import Max, Mean, Reduction
 
@@ -236,18 +237,17 @@ class Engine(_Worker):
     def __init__(self, number: int) -> None:
         self.number, self.version = number, -1
 
-    def accept_refit(self, **_: object) -> tuple[tuple[WeightSlot, ...], int]:
-        return SLOTS, FREE_BYTES
+    def accept_refit(self, **_: object) -> AcceptedRefit:
+        return AcceptedRefit(slots=SLOTS, free_bytes=FREE_BYTES, delta_base=self.version)
 
     def report_device_ids(self) -> tuple[str, ...]:
         return (f"GPU-engine-{self.number}",)
 
-    def delta_base(self) -> int:
-        return self.version
-
-    def finish_refit(self, *, version: int) -> int:
+    def receive_refit(self, *, version: int, **_: object) -> int:
         self.version = version
         return version
+
+    receive_buckets = read_buckets = receive_refit
 
     def answer_receipt(self, probe: Probe | None) -> Answer:
         if probe is None:

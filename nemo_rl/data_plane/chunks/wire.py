@@ -253,7 +253,8 @@ def _identity(value: TagValue) -> tuple[type, object]:
 def _identities(values: Sequence[TagValue], kinds: set[type]) -> Sequence[object]:
     """Return what tells the values apart; see `_identity`."""
     if kinds == {float}:
-        return np.array(values, dtype="<f8").view("<i8").tolist()
+        bits: list[int] = np.array(values, dtype="<f8").view("<i8").tolist()
+        return bits
     return values if len(kinds) == 1 else [_identity(value) for value in values]
 
 

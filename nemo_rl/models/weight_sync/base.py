@@ -26,7 +26,7 @@ from nemo_rl.models.weight_sync.buckets import RefitPlan, bucket_bytes, most_buc
 from nemo_rl.models.weight_sync.delta_buckets import DeltaSchedule
 from nemo_rl.models.weight_sync.receipt import Receipt, ReceiptSpec, RefitReport, Sent
 from nemo_rl.models.weight_sync.receipt.check import Receipts
-from nemo_rl.models.weight_sync.target import RefitTarget
+from nemo_rl.models.weight_sync.target import AcceptedRefit, RefitTarget
 
 __all__ = ["RefitParties", "WeightSync"]
 
@@ -115,6 +115,12 @@ class WeightSync(ABC):
         self._with_base: Mapping[int, int] = {}
         """Number -> incarnation of the engines that have the frozen weights."""
         self._warns_of_loss = True
+        self._accepted: Mapping[int, AcceptedRefit] = {}
+        self._asked: object = None
+        """The offer that engines have accepted last, and their incarnations."""
+        self._is_settled = False
+        """False from an offer to the end of its refit."""
+        self._is_asleep = False
 
     @property
     def version(self) -> int:
@@ -142,8 +148,10 @@ class WeightSync(ABC):
         yield
         if self._parties.sleep_level:
             self._parties.run_engines(ask(GenerationInterface.prepare_for_generation))
+            self._is_asleep = False
 
     def _sleep(self, level: int) -> None:
+        self._is_asleep = True
         reports = self._parties.run_engines(ask(GenerationInterface.sleep, level=level))
         for engine, report in reports.items():
             for rank, change in enumerate(report.ranks):
@@ -176,8 +184,9 @@ class WeightSync(ABC):
         started, parties = time.monotonic(), self._parties
         before, self._version, self._last_version = self._version, -1, version
         is_rolling = self._is_rolling
-        if not is_rolling:
+        if not is_rolling and not self._is_asleep:
             parties.run_engines(ask(GenerationInterface.finish_generation))
+        self._is_asleep = False
         replaced = self._restart_failed()
         parties.run_policy(ask(PolicyWorker.offload_before_refit))
         self._prepare()
@@ -186,11 +195,11 @@ class WeightSync(ABC):
         if is_rolling:
             held = self._roll(plan, all_sent, version)
         else:
-            self._move(plan, all_sent, parties.engines.numbers)
-            held = parties.run_engines(ask(RefitTarget.finish_refit, version=version))
+            held = self._move(plan, all_sent, parties.engines.numbers, version)
         ended = parties.submit_policy(ask(PolicyWorker.end_refit)).then(partial(self._joined, plan))
         self._make_room(ended)
         _check_versions(held, version)
+        self._accepted = {number: each.holding(version) for number, each in self._accepted.items()}
         receipt, sent = self._close_receipt(version, ended), ended.result()[0]
         report = RefitReport(
             version=version,
@@ -222,7 +231,7 @@ class WeightSync(ABC):
         parties = self._parties
         if not parties.sleep_level:
             parties.run_policy(ask(PolicyWorker.offload_after_refit))
-        self._version = report.version
+        self._version, self._is_settled = report.version, True
         if has_new_engines and parties.on_new_engines is not None:
             parties.on_new_engines(parties.engines)
         seconds = time.monotonic() - started - (0.0 if report.receipt is None else report.receipt.seconds)
@@ -256,8 +265,8 @@ class WeightSync(ABC):
         self._prepare()
         base_bytes = self._send_base()
         plan = self._negotiate("adapter")
-        self._move(plan, partial(self._open_receipt, has_new_engines=bool(replaced)), parties.engines.numbers)
-        _check_versions(parties.run_engines(ask(RefitTarget.finish_refit, version=version)), version)
+        all_sent = partial(self._open_receipt, has_new_engines=bool(replaced))
+        _check_versions(self._move(plan, all_sent, parties.engines.numbers, version), version)
         ended = parties.submit_policy(ask(PolicyWorker.end_refit)).then(partial(self._joined, plan))
         self._make_room(ended)
         use = partial(self._use_adapter, version)
@@ -286,8 +295,7 @@ class WeightSync(ABC):
         to = list(incarnations) if self.sends_to_all else without
         parties.run_engines(dict.fromkeys(to, ask(GenerationInterface.finish_generation)))
         plan = self._negotiate()
-        self._move(plan, _nothing, to)
-        parties.run_engines(dict.fromkeys(to, ask(RefitTarget.finish_refit, version=BASE)))
+        self._move(plan, _nothing, to, BASE)
         sent = self._joined(plan, parties.run_policy(ask(PolicyWorker.end_refit)))[0]
         if self._receipts is not None:
             self._receipts.sent_base(sent)
@@ -315,8 +323,8 @@ class WeightSync(ABC):
         """Get ready to move: called before every negotiation of a refit."""
 
     @abstractmethod
-    def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int]) -> None:
-        """Bring every bucket into engines.
+    def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int], version: int) -> dict[int, int]:
+        """Bring every bucket into engines, and end the refit there; return engine -> version that it holds.
 
         Args:
             all_sent: to be called once, when the policy has nothing left to send; engines may still be loading.
@@ -342,7 +350,7 @@ class WeightSync(ABC):
         """Return the plan, of what has changed since version `before` where that is to be trusted."""
         if self._deltas is None:
             return plan
-        held = self._parties.run_engines(ask(RefitTarget.delta_base))
+        held = {number: accepted.delta_base for number, accepted in self._accepted.items()}
         incarnations = self._parties.engines.incarnations
         return replace(
             plan,
@@ -354,13 +362,18 @@ class WeightSync(ABC):
         parties, on_device = self._parties, self.buffer_is_on_device
         offers = parties.run_policy(ask(PolicyWorker.offer_refit, kind=kind, on_device=on_device))
         offered, _ = offers[0]
-        accepted = parties.run_engines(ask(RefitTarget.accept_refit, offered=offered, kind=kind, on_device=on_device))
-        answers = [slots for slots, _ in accepted.values()]
-        if len(set(answers)) > 1:
+        asked = (kind, on_device, tuple(offered.items()), tuple(parties.engines.incarnations.items()))
+        # Engines that sleep wake up for it; from others what they accept is known, once a refit has brought it.
+        if asked != self._asked or not self._is_settled or kind == "adapter" or parties.sleep_level:
+            accept = ask(RefitTarget.accept_refit, offered=offered, kind=kind, on_device=on_device)
+            self._accepted, self._asked = parties.run_engines(accept), asked
+        self._is_settled = False
+        answers = [accepted.slots for accepted in self._accepted.values()]
+        if any(slots != answers[0] for slots in answers):
             raise WorkerError("the engines hold weights of different dtypes; start them from one config", stage=STAGE)
         size = bucket_bytes(
             answers[0],
-            free=min(free for _, free in (*offers, *accepted.values())),
+            free=min(*(free for _, free in offers), *(accepted.free_bytes for accepted in self._accepted.values())),
             ratio=parties.buffer_ratio / self.num_slots,
             most=parties.max_bucket_bytes or most_bucket_bytes(on_device=on_device),
         )

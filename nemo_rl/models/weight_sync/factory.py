@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, chain
 from types import MappingProxyType
+from typing import TypeVar
 
 from nemo_rl.config.generation import RefitTransport
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.worker_groups import WorkerFleet, WorkerGroup, ask
 from nemo_rl.errors import WorkerError, WorkerLost
-from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.hf.loading import load_model_config
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.weight_sync.base import STAGE, RefitParties, WeightSync
@@ -45,6 +45,8 @@ __all__ = [
 
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 LOOPBACK = "127.0.0.1"
 
@@ -79,8 +81,13 @@ class ChannelWeightSync(WeightSync):
         all_sent: Callable[[], None],
         ranks: Mapping[int, Sequence[int]],
         offers: Mapping[int, ChannelOffer],
-    ) -> None:
-        """Let both sides walk the buckets; `ranks`: engine -> the policy's rank from which each of its ranks reads."""
+        version: int,
+    ) -> dict[int, int]:
+        """Let both sides walk the buckets, and return engine -> version that it holds.
+
+        Args:
+            ranks: engine -> the policy's rank from which each of its ranks reads.
+        """
         parties = self._parties
         begun = parties.run_engines(
             {
@@ -99,18 +106,18 @@ class ChannelWeightSync(WeightSync):
             parties.run_policy(ask(PolicyWorker.send_buckets, num_readers=readers))
             all_sent()
 
-        _both(send, lambda: parties.run_engines(dict.fromkeys(begun, ask(RefitTarget.receive_buckets))))
+        receive = dict.fromkeys(begun, ask(RefitTarget.receive_buckets, version=version))
+        return _both(send, lambda: parties.run_engines(receive))
 
 
 class PayloadWeightSync(ChannelWeightSync):
     """Refit through memory of policy rank 0 on the CPU, which engines of its machine map, and others get over the
     network; in one process buckets are handed over."""
 
-    def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int]) -> None:
+    def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int], version: int) -> dict[int, int]:
         parties = self._parties
         if not parties.policy.is_local:
-            self._walk(plan, all_sent, {engine: [0] for engine in to}, self._offers(plan))
-            return
+            return self._walk(plan, all_sent, {engine: [0] for engine in to}, self._offers(plan), version)
         num_buckets = parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=False))[0]
         parties.run_engines(dict.fromkeys(to, ask(RefitTarget.begin_refit, plan=plan)))
         for number in range(1, num_buckets + 1):
@@ -118,6 +125,7 @@ class PayloadWeightSync(ChannelWeightSync):
             if number == num_buckets:
                 all_sent()
             parties.run_engines(dict.fromkeys(to, ask(RefitTarget.load_bucket, bucket=bucket)))
+        return parties.run_engines(dict.fromkeys(to, ask(RefitTarget.finish_refit, version=version)))
 
     @property
     def _is_rolling(self) -> bool:
@@ -130,16 +138,10 @@ class PayloadWeightSync(ChannelWeightSync):
         spec = self._offers(plan, holds_all=True)[0].spec
         parties.run_policy(ask(PolicyWorker.hold_buckets))
         all_sent()
+        request = ask(RefitTarget.read_buckets, plan=plan, channels=[spec], version=version)
         for number in parties.engines.numbers:
-            steps = [
-                ask(GenerationInterface.finish_generation),
-                ask(RefitTarget.read_buckets, plan=plan, channels=[spec]),
-            ]
             try:
-                for request in steps:
-                    parties.run_engine(number, request)
-                held[number] = parties.run_engine(number, ask(RefitTarget.finish_refit, version=version))
-                parties.run_engine(number, ask(GenerationInterface.prepare_for_generation))
+                held[number] = parties.run_engine(number, request)
             except WorkerLost as error:
                 logger.warning("engine %d is lost in a refit: %s", number, error)
         if not held:
@@ -153,7 +155,7 @@ class IpcWeightSync(ChannelWeightSync):
 
     buffer_is_on_device = True
 
-    def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int]) -> None:
+    def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int], version: int) -> dict[int, int]:
         offers = self._offers(plan)
         by_device = {offer.handle.device_id: rank for rank, offer in offers.items() if offer.handle is not None}
         devices = self._devices_of(to)
@@ -169,7 +171,7 @@ class IpcWeightSync(ChannelWeightSync):
                 stage=STAGE,
             )
         ranks = {engine: [by_device[device] for device in ids] for engine, ids in devices.items()}
-        self._walk(plan, all_sent, ranks, offers)
+        return self._walk(plan, all_sent, ranks, offers, version)
 
     def _devices_of(self, engines: Collection[int]) -> dict[int, tuple[str, ...]]:
         """Return the devices of the ranks of engines, which are asked once in the life of their processes."""
@@ -212,16 +214,16 @@ class BroadcastWeightSync(WeightSync):
             self.buffer_is_on_device = self._join() == "nccl"
             self._members = members
 
-    def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int]) -> None:
+    def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int], version: int) -> dict[int, int]:
         parties = self._parties
         assert set(to) >= set(parties.engines.numbers), "every member of the group takes part"
         parties.run_policy(ask(PolicyWorker.begin_refit, plan=plan, on_device=self.buffer_is_on_device))
-        parties.run_engines(ask(RefitTarget.begin_refit, plan=plan))
-        _both(
+        held = _both(
             lambda: parties.run_policy(ask(PolicyWorker.broadcast_weights)),
-            lambda: parties.run_engines(ask(RefitTarget.receive_weights)),
+            lambda: parties.run_engines(ask(RefitTarget.receive_refit, plan=plan, version=version)),
         )
         all_sent()
+        return held
 
     @property
     def _senders(self) -> Sequence[int]:
@@ -341,14 +343,16 @@ def choose_backend(devices: Sequence[str]) -> str:
     return "nccl" if is_distinct and all(device.startswith("GPU-") for device in devices) else "gloo"
 
 
-def _both(send: Callable[[], object], receive: Callable[[], object]) -> None:
-    """Run both sides at once; of two failures raises the one that is not the other's consequence."""
+def _both(send: Callable[[], object], receive: Callable[[], _T]) -> _T:
+    """Run both sides at once, and return what the receiving one gives; of two failures raises the one that is not the
+    other's consequence."""
     with ThreadPoolExecutor(max_workers=2, thread_name_prefix="refit") as pool:
-        sides = [pool.submit(send), pool.submit(receive)]
-        failures = [error for error in (side.exception() for side in sides) if error is not None]
+        sending, receiving = pool.submit(send), pool.submit(receive)
+        failures = [error for error in (sending.exception(), receiving.exception()) if error is not None]
     causes = [error for error in failures if LOST not in str(error)]
     for error in causes or failures:
         raise error
+    return receiving.result()
 
 
 FULL = "float32"

@@ -1,19 +1,23 @@
 """Targets of a refit: `RefitTarget`, and the receiving side that engines of torch modules share.
 
-Calls of one refit, in order: `report_device_id` and `refit_free_bytes` (once, to choose a transport), `match_refit`,
-`delta_base` (only with `policy.generation.refit_delta`), `begin_refit`, then `load_bucket` for each bucket or
-`receive_weights` for all of them, `finish_refit`, `answer_receipt`. By shards `report_parts` and `take_parts` come
-once, and `receive_shards` in place of `begin_refit` and the buckets. Of a refit of an adapter: `match_adapter`,
-`begin_refit`, the buckets, `finish_refit`, `adapter_fingerprints`, `use_adapter`, `answer_receipt`; rows go on with the
-version in use up to `use_adapter`. Invariant of `RefitReceiver`: names and shapes are compared before the first byte is
-written; from then until the last bucket the engine holds no version, so that half-loaded weights are never sampled
-from.
+Steps of one refit, in order: `report_device_id` and `refit_free_bytes` (once, to choose a transport), `match_refit` and
+`delta_base`, `begin_refit`, then `load_bucket` for each bucket or `receive_weights` for all of them, `finish_refit`,
+`answer_receipt`. By shards `report_parts` and `take_parts` come once, and `receive_shards` in place of `begin_refit` and
+the buckets. Of a refit of an adapter: `match_adapter`, `begin_refit`, the buckets, `finish_refit`,
+`adapter_fingerprints`, `use_adapter`, `answer_receipt`; rows go on with the version in use up to `use_adapter`. The
+driver asks for several of them in one call (`accept_refit`, `receive_refit`, `refit_by_shards`, `receive_buckets`,
+`read_buckets`): of a refit of weights at most four calls go to an engine, and one more where it accepts them for the
+first time.
+
+Invariant of `RefitReceiver`: names and shapes are compared before the first byte is written; from then until the last
+bucket the engine holds no version, so that half-loaded weights are never sampled from.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -45,7 +49,7 @@ from nemo_rl.models.weight_sync.transport import (
     device_id,
 )
 
-__all__ = ["ModuleRefitTarget", "RefitReceiver", "RefitTarget"]
+__all__ = ["AcceptedRefit", "ModuleRefitTarget", "RefitReceiver", "RefitTarget"]
 
 
 class RefitReceiver:
@@ -112,6 +116,9 @@ class RefitReceiver:
 
     def _sink_of(self, plan: RefitPlan) -> RefitSink:
         take = self._take
+        if take is None and not self._targets:
+            # The driver asks for the weights once in the life of an engine, and each refit lets them go.
+            self.match({slot.name: slot.shape for slot in plan.slots})
         if plan.delta is not None:
             # An engine that takes full weights needs the last ones, to apply the changes to them.
             self._held.begin(plan, self._targets if take is None else None)
@@ -229,6 +236,22 @@ class RefitReceiver:
         return self._sink
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AcceptedRefit:
+    """An engine's answer to what the policy offers."""
+
+    slots: tuple[WeightSlot, ...]
+    """The policy's weights in the engine's dtypes."""
+    free_bytes: int
+    """Memory that a buffer may take a part of."""
+    delta_base: int | None
+    """Version that a delta can build on; see `RefitTarget.delta_base`."""
+
+    def holding(self, version: int) -> AcceptedRefit:
+        """Return the answer of the engine once it holds `version`."""
+        return self if self.delta_base is None else replace(self, delta_base=version)
+
+
 class RefitTarget(ABC):
     """An engine that `WeightSync` brings new weights to, bucket by bucket."""
 
@@ -294,10 +317,11 @@ class RefitTarget(ABC):
 
     def accept_refit(
         self, offered: Mapping[str, tuple[int, ...]], *, kind: Literal["weights", "adapter"], on_device: bool
-    ) -> tuple[tuple[WeightSlot, ...], int]:
-        """Return the slots of `match_refit` or `match_adapter`, and `refit_free_bytes`."""
+    ) -> AcceptedRefit:
+        """Return what the driver plans a refit by; see `match_refit`, `match_adapter` and `refit_free_bytes`."""
         slots = self.match_adapter(offered) if kind == "adapter" else self.match_refit(offered)
-        return slots, self.refit_free_bytes(on_device=on_device)
+        free, base = self.refit_free_bytes(on_device=on_device), self.delta_base() if kind == "weights" else None
+        return AcceptedRefit(slots=slots, free_bytes=free, delta_base=base)
 
     def begin_reading(
         self, plan: RefitPlan, *, channels: Sequence[ChannelSpec], handles: Sequence[IpcHandle] = ()
@@ -311,8 +335,8 @@ class RefitTarget(ABC):
         self.begin_refit(plan, handles=handles)
         self._readers = tuple(BucketReader(spec) for spec in channels)
 
-    def receive_buckets(self) -> None:
-        """Read all buckets, while the policy writes them.
+    def receive_buckets(self, *, version: int) -> int:
+        """Read all buckets, while the policy writes them, and end the refit; see `finish_refit`.
 
         Raises:
             WorkerError: the policy failed. CollectiveTimeout: it is gone, or did not send in time.
@@ -327,11 +351,23 @@ class RefitTarget(ABC):
         finally:
             for reader in readers:
                 reader.close()
+        return self.finish_refit(version=version)
 
-    def read_buckets(self, plan: RefitPlan, *, channels: Sequence[ChannelSpec]) -> None:
-        """Begin a refit and read all of its buckets, which the policy keeps."""
+    def read_buckets(self, plan: RefitPlan, *, channels: Sequence[ChannelSpec], version: int) -> int:
+        """Stand still, read all buckets of a refit, which the policy keeps, and go on; return the version in use."""
+        assert isinstance(self, GenerationInterface), "an engine generates"
+        self.finish_generation()
         self.begin_reading(plan, channels=channels)
-        self.receive_buckets()
+        held = self.receive_buckets(version=version)
+        self.prepare_for_generation()
+        return held
+
+    def receive_refit(self, plan: RefitPlan, *, version: int) -> int:
+        """(collective over the refit group) Begin a refit, receive all buckets while the policy sends them, and end it;
+        see `finish_refit`."""
+        self.begin_refit(plan)
+        self.receive_weights()
+        return self.finish_refit(version=version)
 
     _readers: tuple[BucketReader, ...] = ()
 
