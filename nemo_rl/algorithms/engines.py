@@ -116,10 +116,12 @@ def _record_spec(config: MasterConfig) -> RecordSpec | None:
 
 def engine_scheduler(config: MasterConfig, engines: WorkerFleet) -> EngineScheduler:
     generation = config.policy.generation
+    # A block waits in the engine for those of the other workers, but for one that takes several at a time.
+    callers = 1 if config.has_continuous_engines else config.experience.num_workers
     return EngineScheduler(
         engines.copy(),
         batch_rows=generation.max_batch_size,
-        timeout_s=generation.engine_timeout_s or config.cluster.stage_timeout_s / 2,
+        timeout_s=callers * (generation.engine_timeout_s or config.cluster.stage_timeout_s / 2),
         is_continuous=config.has_continuous_engines,
     )
 

@@ -249,9 +249,11 @@ def what_starts(config: MasterConfig) -> str:
         return "; ".join(filter(None, (f"starting {parts} and rollout worker in this process", plan)))
     count = config.num_teacher_workers
     teacher = f"{count} teacher worker{'s' if count > 1 else ''}, " if count else ""
+    rollouts = config.experience.num_workers
+    workers = f"{rollouts} rollout worker{'s' if rollouts > 1 else ''}"
     ray = "starting Ray" if config.cluster.address is None else f"joining Ray at {config.cluster.address}"
     what = (
         f"{ray}, {config.cluster.num_workers} policy workers, {teacher}"
-        f"{config.policy.generation.num_replicas} engines, 1 rollout worker, data plane {config.active_data_plane.impl}"
+        f"{config.policy.generation.num_replicas} engines, {workers}, data plane {config.active_data_plane.impl}"
     )
     return "; ".join(filter(None, (what, plan)))

@@ -255,5 +255,6 @@ class ExperienceConfig(Section):
     """The workers that turn prompts into scored rows, and the conversations in which they do it."""
 
     num_workers: PositiveInt = 1
-    """Rollout workers, each with reward processes of its own; more than one only with `grpo.async.enabled`."""
+    """Rollout workers, each with reward processes of its own; they share the engines. Rows are the same whatever their
+    number."""
     conversation: ConversationConfig = Field(default_factory=ConversationConfig)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import socket
 import threading
 import traceback
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import ray
+from ray import cloudpickle
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
@@ -45,6 +47,8 @@ STREAMS = "streams"
 """The group of an actor's threads that run its streams beside its other calls."""
 UNKNOWN_RANK = -1
 """Rank in the record of a worker that does not know its own; the driver does."""
+INLINE_BYTES = 64 << 10
+"""Most bytes of arguments that go with a call to each rank; Ray stores larger ones anew for every call."""
 START_KEY = "cluster.worker_start_timeout_s"
 """Sets how long the start of workers may take."""
 RAY_LOOK_S = 1.0
@@ -79,13 +83,13 @@ class _Host:
         me = ProcessIdentity.of_this_process()
         return {**reply, "process": _WorkerProcess(id=me.pid, host=socket.gethostname(), identity=me)}
 
-    def call(self, method: str, stage: str, kwargs: Mapping[str, object]) -> dict[str, object]:
-        reply, value = self._guard(stage, lambda: getattr(self._worker, method)(**kwargs))
+    def call(self, method: str, stage: str, message: bytes) -> dict[str, object]:
+        reply, value = self._guard(stage, lambda: getattr(self._worker, method)(**pickle.loads(message)))
         return {**reply, "value": value}
 
-    def stream(self, method: str, stage: str, kwargs: Mapping[str, object]) -> Iterator[dict[str, object]]:
+    def stream(self, method: str, stage: str, message: bytes) -> Iterator[dict[str, object]]:
         """Yield a record with each result of a method that yields them, then one without a result."""
-        reply, results = self._guard(stage, lambda: iter(getattr(self._worker, method)(**kwargs)))
+        reply, results = self._guard(stage, lambda: iter(getattr(self._worker, method)(**pickle.loads(message))))
         while reply["ok"]:
             reply, value = self._guard(stage, partial(next, cast("Iterator[object]", results), _END))
             if value is _END:
@@ -376,9 +380,16 @@ class RayWorkerGroup(WorkerGroup):
         )
 
 
-def _sent(call: Call[_T], rank: int) -> tuple[str, str, dict[str, object]]:
+def _sent(call: Call[_T], rank: int) -> tuple[str, str, bytes | ray.ObjectRef]:
     request = call.of_rank(rank)
-    return request.method, call.stage, dict(request.arguments)
+    return request.method, call.stage, request.message(_packed)
+
+
+def _packed(arguments: Mapping[str, object]) -> bytes | ray.ObjectRef:
+    """Return the arguments as bytes that go with each call; many bytes lie in Ray's store, where a node gets them
+    once."""
+    message = cloudpickle.dumps(dict(arguments))
+    return message if len(message) <= INLINE_BYTES else ray.put(message)
 
 
 def _first_failure_or_all(refs: Sequence[ray.ObjectRef]) -> Future[None]:

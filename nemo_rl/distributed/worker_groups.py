@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -125,6 +125,13 @@ class Request(Generic[_T]):
     method: str
     """Name of the method; only this crosses to the worker's process: the worker may be of a subclass."""
     arguments: Mapping[str, object]
+    _message: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def message(self, pack: Callable[[Mapping[str, object]], Any]) -> Any:
+        """Return the arguments as they are sent: packed once, however many ranks and groups get this request."""
+        if not self._message:
+            self._message.append(pack(self.arguments))
+        return self._message[0]
 
 
 def ask(method: Callable[Concatenate[Any, _P], _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Request[_T]:

@@ -7,10 +7,11 @@ pass here, never a token.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from pathlib import Path
-from threading import RLock, Thread
+from threading import Lock, RLock, Thread
 from typing import TypeVar, cast
 
 from nemo_rl.config.data_plane import DurableConfig
@@ -134,37 +135,51 @@ class RolloutHandle:
     ) -> list[Pending[RolloutResult]]:
         """Have groups sampled, scored and written; the result of each is there when its rows are in the data plane.
 
-        Groups of one call share batches of the engines, and which they share depends on the call alone.
+        Groups of one call share batches of the engines, and which they share depends on the call alone. Where the
+        driver waits for a step, all workers do their parts of it: bits are equal whatever their number.
 
         Args:
             version, engine: as in `RolloutWorker.rollout`.
         """
         futures = {group.uid: Future[RolloutResult]() for group in groups}
-        request = ask(
-            RolloutWorker.rollout, groups=list(groups), version=version, partition_id=partition_id, engine=engine
-        )
         numbers = self._numbers("rollout")
-        number, self._next = numbers[self._next % len(numbers)], self._next + 1
-        call = Call(request=request, stage="rollout", timeout_s=self._timeout_s)
+        if not self._waits or engine is not None:
+            # Steps that are sampled ahead have several calls at a time: workers take turns.
+            numbers, self._next = (numbers[self._next % len(numbers)],), self._next + 1
+        running, lock = set(numbers), Lock()
 
-        def receive() -> None:
+        def receive(number: int, call: Call[Iterator[tuple[RolloutResult, ...] | RootCause]]) -> None:
             try:
                 for results in self._workers.stream_one(number, call):
                     if isinstance(results, RootCause):
                         raise results.to_error()
                     for result in results:
                         futures[result.group_uids[0]].set_result(result)
-                raise WorkerError("the group was aborted", stage="rollout")
+                with lock:
+                    running.discard(number)
+                    is_last = not running
+                if is_last:
+                    raise WorkerError("the group was aborted", stage="rollout")
             except Exception as error:  # noqa: BLE001 - raised by the results that have not come
                 for future in futures.values():
-                    if not future.done():
+                    with suppress(InvalidStateError):
                         future.set_exception(error)
 
-        if self._waits and self._workers.is_local(number):
-            receive()
-        else:
-            Thread(target=receive, name="rollout results", daemon=True).start()
-        self.driver_bytes += message_bytes(groups)
+        for place, number in enumerate(numbers):
+            request = ask(
+                RolloutWorker.rollout,
+                groups=list(groups),
+                version=version,
+                partition_id=partition_id,
+                engine=engine,
+                share=(place, len(numbers)),
+            )
+            call = Call(request=request, stage="rollout", timeout_s=self._timeout_s)
+            if self._waits and self._workers.is_local(number):
+                receive(number, call)
+            else:
+                Thread(target=receive, args=(number, call), name="rollout results", daemon=True).start()
+            self.driver_bytes += message_bytes(groups)
         return [self._pending(future) for future in futures.values()]
 
     def submit_group(self, group: GroupRequest, *, version: int | None, partition_id: str) -> Pending[RolloutResult]:

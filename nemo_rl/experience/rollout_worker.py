@@ -215,7 +215,13 @@ class RolloutWorker:
         return self._client
 
     def rollout(
-        self, groups: Sequence[GroupRequest], *, version: int | None, partition_id: str, engine: int | None = None
+        self,
+        groups: Sequence[GroupRequest],
+        *,
+        version: int | None,
+        partition_id: str,
+        engine: int | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> Iterator[tuple[RolloutResult, ...] | RootCause]:
         """Sample, score and write groups, as `_rollout` does. In an asynchronous run an error is the last thing that is
         yielded: it is that of these groups alone, and an error that leaves a worker ends its process."""
@@ -224,27 +230,37 @@ class RolloutWorker:
             for result in restored:
                 yield (result,)
             if groups:
-                yield from self._rollout(groups, version=version, partition_id=partition_id, engine=engine)
+                found = self._rollout(groups, version=version, partition_id=partition_id, engine=engine, share=share)
+                yield from found
         except Exception as error:
             if not self._spec.grpo.samples_ahead:
                 raise
             yield RootCause.of(error, rank=0, stage="rollout")
 
     def _rollout(
-        self, groups: Sequence[GroupRequest], *, version: int | None, partition_id: str, engine: int | None
+        self,
+        groups: Sequence[GroupRequest],
+        *,
+        version: int | None,
+        partition_id: str,
+        engine: int | None,
+        share: tuple[int, int],
     ) -> Iterator[tuple[RolloutResult, ...]]:
         """Sample, score and write groups; yield them, each as a result of its own, as their rows end.
 
         Args:
             version: of the weights, as in `check_versions`.
             engine: number of the only engine that may sample them; None: any.
+            share: (i, n): this is worker i of n that are given the same groups, each of which does its own part.
 
         Raises:
             WorkerError: an engine failed, or holds other weights. RewardError: a reward function failed.
         """
         self._answers.require("data.train", [group.prompt for group in groups])
         if self._parts.conversations is not None:
-            yield from self._converse(groups, version=version, partition_id=partition_id, engine=engine)
+            first, step = share
+            mine = groups[first::step]
+            yield from self._converse(mine, version=version, partition_id=partition_id, engine=engine)
             return
         size, replay = self._spec.grpo.num_generations_per_prompt, self._spec.policy.router_replay
         request = GenerationRequest(
@@ -257,17 +273,18 @@ class RolloutWorker:
             keys=tuple(keys_of_groups([group.uid for group in groups], size)) if self._spec.names_rows else (),
             images=self._pictures.of([self._train.prompts[group.prompt] for group in groups]),
         )
-        for part, samples in enumerate(self._stream(request, engine)):
+        for part, samples in enumerate(self._stream(request, engine, share)):
             check_versions(samples.output, version)
             ended = [groups[number] for number in samples.groups]
             results = self._write(ended, samples.output, partition_id=partition_id, is_first=part == 0)
             yield (replace(results[0], schedule=samples.schedule), *results[1:])
 
-    def _stream(self, request: GenerationRequest, engine: int | None) -> Iterator[GroupSamples]:
-        if engine is None:
-            return self._generation.stream(request)
-        assert isinstance(self._generation, EngineScheduler), "an engine is chosen by number among several"
-        return self._generation.samples_of(engine, request)
+    def _stream(self, request: GenerationRequest, engine: int | None, share: tuple[int, int]) -> Iterator[GroupSamples]:
+        scheduler = self._generation
+        if not isinstance(scheduler, EngineScheduler):
+            assert engine is None and share == (0, 1), "an engine is chosen by number among several"
+            return scheduler.stream(request)
+        return scheduler.stream(request, share=share) if engine is None else scheduler.samples_of(engine, request)
 
     def abort(self, names: Sequence[str]) -> None:
         """Take running groups out of the engines, by their names in the schedule; their results never come."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -83,14 +84,18 @@ class EngineScheduler(GenerationInterface):
         rows = [place * size + row for place in order for row in range(size)]
         return GenerationOutput.joined([samples.output for samples in found]).select(rows)
 
-    def stream(self, request: GenerationRequest) -> Iterator[GroupSamples]:
+    def stream(self, request: GenerationRequest, *, share: tuple[int, int] = (0, 1)) -> Iterator[GroupSamples]:
         """Yield whole groups as they end; the metrics of the last ones tell what became of the engines.
+
+        Args:
+            share: (i, n): the caller is number i of n that have the same request sampled, each its own blocks. Which
+                rows share a batch does not depend on n.
 
         Raises:
             UserError, WorkerError: as `generate`.
         """
         if request.prompt_ids:
-            yield from _Stream(self, self._engines, request).run()
+            yield from _Stream(self, self._engines, request, share).run()
 
     def split(self, request: GenerationRequest) -> list[GenerationRequest]:
         return split_request(request, num_engines=self._engines.size, batch_rows=self._batch_rows)
@@ -189,14 +194,16 @@ class EngineScheduler(GenerationInterface):
 class _Stream:
     """The blocks of one request on their way through the engines."""
 
-    def __init__(self, scheduler: EngineScheduler, engines: WorkerFleet, request: GenerationRequest) -> None:
+    def __init__(
+        self, scheduler: EngineScheduler, engines: WorkerFleet, request: GenerationRequest, share: tuple[int, int]
+    ) -> None:
         self._scheduler, self._engines = scheduler, engines
-        self._blocks = scheduler.split(request)
+        self._blocks, (first, step) = scheduler.split(request), share
         sizes = [len(block.prompt_ids) for block in self._blocks]
         self._first_group = list(accumulate(sizes, initial=0))
-        self._num_groups, self._num_given = len(request.prompt_ids), 0
-        self._waiting = deque(range(len(self._blocks)))
-        self._num_open = len(self._blocks)
+        self._waiting = deque(range(first, len(self._blocks), step))
+        self._num_groups, self._num_given = sum(sizes[block] for block in self._waiting), 0
+        self._num_open = len(self._waiting)
         """Blocks that no engine has finished."""
         self._ended: set[int] = set()
         """Groups that an engine has given."""
@@ -211,6 +218,8 @@ class _Stream:
         numbers = self._engines.numbers
         if not numbers:
             raise self._engines.none_left(STAGE)
+        if not self._num_open:
+            return
         try:
             if len(numbers) == 1:
                 yield from self._counted(self._serve(numbers[0]))
@@ -307,7 +316,9 @@ class _Stream:
                 began += time.monotonic() - handed_on
         with self._changed:
             self._num_open -= 1
-            self._changed.notify_all()
+            if not self._num_open:
+                # Nobody else waits for it: engines that found no block wait for one that is put back, or for the end.
+                self._changed.notify_all()
 
     def _put_back(self, number: int, block: int, error: WorkerLost) -> None:
         rows = len(self._blocks[block].seeds)
@@ -362,7 +373,9 @@ def _cuts(ends: Sequence[float], shares: Sequence[float]) -> list[int]:
     comes next to its share."""
     cuts = [0]
     for target in accumulate(shares):
-        cut = min(range(cuts[-1], len(ends)), key=lambda prompt: abs(ends[prompt] - target))
+        place = bisect_left(ends, target, cuts[-1])
+        near = range(max(cuts[-1], place - 1), min(place + 1, len(ends)))
+        cut = min(near, key=lambda prompt: abs(ends[prompt] - target))
         if cut > cuts[-1]:
             cuts.append(cut)
     return cuts

@@ -79,6 +79,21 @@ def test_every_store_gives_the_numbers_of_one_process(tmp_path, model, in_one_pr
     assert all(row["data_plane/live_rows"] == 0 for row in rows)
 
 
+TWO_ENGINES = {**RAY, "policy.generation.num_replicas": "2", "policy.generation.max_batch_size": "4"}
+
+
+def test_any_number_of_rollout_workers_gives_the_same_numbers(tmp_path, model, warm_runs):
+    found = {}
+    for count in (1, 2):
+        recipe = write_recipe(tmp_path / str(count), model, env=JUDGED)
+        config = load_recipe(recipe, {**TWO_ENGINES, "experience.num_workers": str(count)})
+        warm_runs.run(config)
+        found[count] = [learning(row) for row in logged_steps(config.logger.log_dir)]
+        logs = sorted(path.name for path in (config.logger.log_dir / "workers").glob("rollout_*.log"))
+        assert logs == [f"rollout_{number}.log" for number in range(count)]
+    assert len(found[1]) == 3 and found[2] == found[1], "loss, gradient norm and metrics must be bit-identical"
+
+
 @pytest.mark.full
 def test_two_engines_by_broadcast_sample_what_one_engine_samples(
     tmp_path: Path, model: Path, in_one_process: list[dict[str, float]], warm_runs: WarmRuns

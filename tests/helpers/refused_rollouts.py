@@ -25,11 +25,9 @@ VLLM_CFG = "policy.generation.vllm_cfg"
 REFUSED_ASYNC: Refused = {
     "rule_async_keys_need_their_switch": [
         (("grpo.async.max_staleness=2",), "grpo.async.max_staleness: 2 would be ignored, because grpo.async.enabled"),
-        (("experience.num_workers=2",), "experience.num_workers: 2 would be ignored, because grpo.async.enabled is"),
         ((f"{IN_FLIGHT}=drain",), f"{IN_FLIGHT}: 'drain' would be ignored, because grpo.async.enabled is false"),
         ((*BOUND_ZERO, f"{IN_FLIGHT}=keep"), f"{IN_FLIGHT}: 'keep' would be ignored, because grpo.async.max_stale"),
         ((*BOUND_ZERO, "grpo.async.overdue=drop"), "grpo.async.overdue: 'drop' would be ignored, because grpo.async"),
-        ((*BOUND_ZERO, "experience.num_workers=2"), "experience.num_workers: 2 would be ignored, because grpo.async"),
     ],
     "rule_lookahead_within_max_staleness": [
         ((*ASYNC, "grpo.async.lookahead=3", "grpo.async.max_staleness=2"), "rows sampled so far ahead would be older"),
@@ -53,6 +51,12 @@ REFUSED_ASYNC: Refused = {
     ],
     "rule_rollout_workers_need_processes": [
         ((*ASYNC, *LOCAL, "experience.num_workers=2"), "experience.num_workers: cluster.launcher 'local' runs one")
+    ],
+    "rule_rollout_workers_of_a_step_keep_no_groups": [
+        (
+            ("experience.num_workers=2", "data_plane.durable.path=groups"),
+            "experience.num_workers: 2 share each step of a synchronous run, and data_plane.durable.path keeps",
+        )
     ],
     "rule_group_fits_the_engine": [
         ((*ASYNC, "policy.generation.max_batch_size=4"), "whole; expected at least grpo.num_generations_per_prompt=8")

@@ -27,7 +27,6 @@ def rule_async_keys_need_their_switch(config: MasterConfig) -> Iterator[str]:
         given = {"switch": _BOUND, "because": because}
     yield from (
         *would_be_ignored(section, "grpo.async", names, **given),
-        *would_be_ignored(config.experience, "experience", ["num_workers"], **given),
         *would_be_ignored(config.policy.generation, "policy.generation", ["in_flight"], **given),
     )
 
@@ -124,6 +123,16 @@ def rule_rollout_workers_need_processes(config: MasterConfig) -> Iterator[str]:
     yield (
         f"experience.num_workers: cluster.launcher 'local' runs one rollout worker in this process, got {workers}; set "
         "it to 1, or cluster.launcher=ray"
+    )
+
+
+def rule_rollout_workers_of_a_step_keep_no_groups(config: MasterConfig) -> Iterator[str]:
+    workers, path = config.experience.num_workers, config.data_plane.durable.path
+    if workers == 1 or path is None or config.grpo.samples_ahead:
+        return
+    yield (
+        f"experience.num_workers: {workers} share each step of a synchronous run, and data_plane.durable.path keeps "
+        f"the finished groups of one worker; set it to 1, leave data_plane.durable.path out, or set {_SWITCH}=true"
     )
 
 

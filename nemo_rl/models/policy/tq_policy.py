@@ -245,10 +245,13 @@ class BoundPass(Generic[_P, _T]):
         """Have the workers do the pass without waiting."""
         policy, declared = self._policy, self._declared
         given = {**dict(zip(declared.parameters, args, strict=False)), **kwargs}
-        metas = policy.layout.per_rank(shard_meta_for_dp(meta, plan))
-        requests: list[Request[Any]] = [Request(declared.method, {"meta": part, **given}) for part in metas]
-        merge = policy.counting(metas, lambda results: declared.merge(meta, results, policy.layout))
-        return policy.workers.submit(policy.call(requests, declared.stage)).then(merge)
+        parts = shard_meta_for_dp(meta, plan)
+        requests: list[Request[Any]] = [Request(declared.method, {"meta": part, **given}) for part in parts]
+        merge = policy.counting(
+            policy.layout.per_rank(parts), lambda results: declared.merge(meta, results, policy.layout)
+        )
+        call = policy.call(policy.layout.per_rank(requests), declared.stage)
+        return policy.workers.submit(call).then(merge)
 
 
 class MetaPass(Generic[_P, _Found, _T]):
@@ -344,12 +347,13 @@ class TQPolicy(Policy):
         Args:
             work: the same for all data-parallel shards, or one for each.
         """
-        metas = self.layout.per_rank(shard_meta_for_dp(meta, plan))
-        works = self.layout.per_rank(list(work) if isinstance(work, Sequence) else [work] * self.layout.dp)
+        parts = shard_meta_for_dp(meta, plan)
+        of_shards = list(work) if isinstance(work, Sequence) else [work] * self.layout.dp
         requests = [
-            ask(TQWorker.map_rows, meta=part, work=of_rank, stage=stage)
-            for part, of_rank in zip(metas, works, strict=True)
+            ask(TQWorker.map_rows, meta=part, work=of_shard, stage=stage)
+            for part, of_shard in zip(parts, of_shards, strict=True)
         ]
+        sent = self.layout.per_rank(parts), self.layout.per_rank(of_shards)
 
         def merge(results: Sequence[RowMapResult]) -> RowResults:
             done = self.layout.one_per_shard(results)
@@ -359,7 +363,8 @@ class TQPolicy(Policy):
                 plan=plan,
             )
 
-        return self.workers.submit(self.call(requests, stage.value)).then(self.counting((metas, works), merge))
+        call = self.call(self.layout.per_rank(requests), stage.value)
+        return self.workers.submit(call).then(self.counting(sent, merge))
 
     def counting(self, sent: object, merge: Callable[[Sequence[_Found]], _T]) -> Callable[[Sequence[_Found]], _T]:
         """Return `merge`, which counts in `driver_bytes` what was sent and what comes back."""

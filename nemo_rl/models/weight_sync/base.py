@@ -199,7 +199,6 @@ class WeightSync(ABC):
         ended = parties.submit_policy(ask(PolicyWorker.end_refit)).then(partial(self._joined, plan))
         self._make_room(ended)
         _check_versions(held, version)
-        self._accepted = {number: each.holding(version) for number, each in self._accepted.items()}
         receipt, sent = self._close_receipt(version, ended), ended.result()[0]
         report = RefitReport(
             version=version,
@@ -363,8 +362,9 @@ class WeightSync(ABC):
         offers = parties.run_policy(ask(PolicyWorker.offer_refit, kind=kind, on_device=on_device))
         offered, _ = offers[0]
         asked = (kind, on_device, tuple(offered.items()), tuple(parties.engines.incarnations.items()))
-        # Engines that sleep wake up for it; from others what they accept is known, once a refit has brought it.
-        if asked != self._asked or not self._is_settled or kind == "adapter" or parties.sleep_level:
+        # Engines that sleep wake up for it, and what a delta builds on may have gone; else it is known after a refit.
+        is_known = asked == self._asked and self._is_settled and kind == "weights"
+        if not is_known or parties.sleep_level or self._deltas is not None:
             accept = ask(RefitTarget.accept_refit, offered=offered, kind=kind, on_device=on_device)
             self._accepted, self._asked = parties.run_engines(accept), asked
         self._is_settled = False

@@ -7,7 +7,7 @@ the buckets. Of a refit of an adapter: `match_adapter`, `begin_refit`, the bucke
 `adapter_fingerprints`, `use_adapter`, `answer_receipt`; rows go on with the version in use up to `use_adapter`. The
 driver asks for several of them in one call (`accept_refit`, `receive_refit`, `refit_by_shards`, `receive_buckets`,
 `read_buckets`): of a refit of weights at most four calls go to an engine, and one more where it accepts them for the
-first time.
+first time or builds on a delta.
 
 Invariant of `RefitReceiver`: names and shapes are compared before the first byte is written; from then until the last
 bucket the engine holds no version, so that half-loaded weights are never sampled from.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -246,10 +246,6 @@ class AcceptedRefit:
     """Memory that a buffer may take a part of."""
     delta_base: int | None
     """Version that a delta can build on; see `RefitTarget.delta_base`."""
-
-    def holding(self, version: int) -> AcceptedRefit:
-        """Return the answer of the engine once it holds `version`."""
-        return self if self.delta_base is None else replace(self, delta_base=version)
 
 
 class RefitTarget(ABC):

@@ -11,7 +11,7 @@ import torch
 
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerFleet
 from nemo_rl.errors import NonFiniteError, WorkerLost
-from nemo_rl.experience.scheduler import EngineScheduler, expected_work, split_request
+from nemo_rl.experience.scheduler import EngineScheduler, _cuts, expected_work, split_request
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, GroupSamples, SamplingParams
 from nemo_rl.utils.metrics import Sum, merge_metrics
 from nemo_rl.utils.metrics import values as reduced
@@ -61,6 +61,26 @@ def test_engines_share_work_and_not_prompts():
 def test_blocks_shrink_to_a_batch():
     blocks = split_request(request_of([10] * 64, group=1), num_engines=2, batch_rows=4)
     assert [len(block.prompt_ids) for block in blocks] == [16, 16, 8, 8, 4, 4, 4, 4]
+
+
+class CountedList(list):
+    """Counts how often an item is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, place):
+        self.looks += 1
+        return super().__getitem__(place)
+
+
+def test_cutting_a_request_looks_at_few_prompts_however_many_there_are():
+    looks = {}
+    for size in (1_000, 16_000):
+        ends = CountedList(float(number + 1) for number in range(size))
+        cuts = _cuts(ends, [size / 64] * 64)
+        assert len(cuts) == 65
+        looks[size] = ends.looks
+    assert looks[16_000] <= 2 * looks[1_000], "a search for each block, and no walk over the prompts"
 
 
 class Engine:
@@ -125,6 +145,20 @@ def test_every_group_comes_once_with_its_own_rows_and_the_last_one_has_the_engin
     assert [("engines" in samples.output.metrics) for samples in found] == [*[False] * 19, True]
     metrics = reduced(merge_metrics(samples.output.metrics for samples in found))
     assert metrics["engines"] == num_engines and metrics["engines_lost"] == 0 and metrics["rows"] == 40
+
+
+@pytest.mark.parametrize("num_callers", [1, 2, 3, 9])
+def test_callers_share_a_request_and_its_batches_are_the_same_whatever_their_number(num_callers):
+    asked = request_of([3 + row % 5 for row in range(40)])
+    whole = Engine(0), Engine(1)
+    expected = seen(list(scheduler_of(*whole).stream(asked)))
+    engines = Engine(0), Engine(1)
+    shares = [
+        seen(list(scheduler_of(*engines).stream(asked, share=(caller, num_callers)))) for caller in range(num_callers)
+    ]
+    assert sum(map(len, shares)) == 40 and {group: row for each in shares for group, row in each.items()} == expected
+    blocks = [block.prompt_ids for engine in engines for block in engine.blocks]
+    assert sorted(blocks) == sorted(block.prompt_ids for engine in whole for block in engine.blocks)
 
 
 def test_generate_gives_the_rows_in_the_order_of_the_request():
