@@ -9,6 +9,7 @@ Made by `score_rows`, changed by the stage that measures tokens. Invariant: numb
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -360,8 +361,9 @@ def select_train_rows(
             kept = list(members)
         else:
             fillers = sorted((i for i in members if not stays[i]), key=lambda i: -lengths[i])
-            while fillers and len(kept) < _rows_needed([lengths[i] for i in kept], policy, layout):
-                kept.append(fillers.pop())
+            while fillers and (lack := _rows_needed([lengths[i] for i in kept], policy, layout) - len(kept)) > 0:
+                # Further rows need no fewer microbatches, so none of these can be left out.
+                kept += [fillers.pop() for _ in range(min(lack, len(fillers)))]
         rows += kept
         sizes.append(len(kept))
     return TrainRows(rows=tuple(rows), batch_sizes=tuple(sizes))
@@ -418,10 +420,10 @@ def plan_rows(lengths: Sequence[int], policy: PolicyConfig, *, layout: ParallelL
     The longest rows first, each to the rank with the fewest tokens; a rank with fewer microbatches than another one
     ends with empty ones.
     """
-    loads, mine = [0] * layout.dp, [list[int]() for _ in range(layout.dp)]
+    loads, mine = [(0, rank) for rank in range(layout.dp)], [list[int]() for _ in range(layout.dp)]
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        rank = loads.index(min(loads))
-        loads[rank] += lengths[row]
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + lengths[row], rank))
         mine[rank].append(row)
     ranks = [_filled(rows, lengths, policy, layout=layout) for rows in mine]
     count = max(map(len, ranks))

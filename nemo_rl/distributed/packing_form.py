@@ -8,7 +8,7 @@ as many microbatches on every rank, a multiple of `multiple_of`, each under the 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -312,12 +312,14 @@ def level_ranks(
         bound: cost that no plan's busiest rank is below; near it levelling stops.
     """
     totals = [sum(sum(map(costs.__getitem__, rows)) for rows in bins) for bins in ranks]
+    # Sorted all the time: to look at every rank for every exchange would be quadratic.
+    lightest = sorted((total, rank) for rank, total in enumerate(totals))
     for _ in range(EXCHANGES_PER_RANK * len(ranks)):
-        busiest = max(range(len(ranks)), key=totals.__getitem__)
-        if totals[busiest] <= LEVEL_ENOUGH * bound:
+        most, busiest = lightest[bisect_left(lightest, (lightest[-1][0],))]
+        if most <= LEVEL_ENOUGH * bound:
             return
-        for partner in heapq.nsmallest(PARTNERS, range(len(ranks)), key=totals.__getitem__):
-            gap = totals[busiest] - totals[partner]
+        for least, partner in lightest[:PARTNERS]:
+            gap = most - least
             if gap <= 0:
                 # As busy, or the busiest itself: whatever moves would raise one of them.
                 continue
@@ -325,8 +327,10 @@ def level_ranks(
             if not moved:
                 moved = _exchange_rows(ranks[busiest], ranks[partner], costs, sizes, capacity, gap)
             if moved:
-                totals[busiest] -= moved
-                totals[partner] += moved
+                for rank, more in ((busiest, -moved), (partner, moved)):
+                    del lightest[bisect_left(lightest, (totals[rank], rank))]
+                    totals[rank] += more
+                    insort(lightest, (totals[rank], rank))
                 break
         else:
             return
@@ -394,7 +398,8 @@ HALVINGS = 14
 
 def runs_under_cap(order: Sequence[int], sizes: Sequence[int], capacity: int) -> Bins:
     """Cut into the fewest microbatches there are: each takes as many of the next rows as the cap allows."""
-    return _runs(order, sizes, capacity, sizes, float(capacity))
+    most_rows = [capacity // sizes[row] for row in order]
+    return _cut_at(order, _starts(most_rows, [sizes[row] for row in order], float(capacity)))
 
 
 def level_runs(
@@ -407,25 +412,43 @@ def level_runs(
         costs: of each row, falling as the sizes do; a row of a microbatch costs what its longest row costs.
         count: at least the microbatches of `runs_under_cap`.
     """
-    best = runs_under_cap(order, sizes, capacity)
-    low, high = costs[order[0]], max(len(rows) * costs[rows[0]] for rows in best)
+    most_rows, row_costs = [capacity // sizes[row] for row in order], [costs[row] for row in order]
+    best = _starts(most_rows, [sizes[row] for row in order], float(capacity))
+    ends = [*best[1:], len(order)]
+    low = row_costs[0]
+    high = max((end - start) * row_costs[start] for start, end in zip(best, ends, strict=True))
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        found = _runs(order, sizes, capacity, costs, middle)
+        found = _starts(most_rows, row_costs, middle, most=count)
         if len(found) <= count:
             best, high = found, middle
         else:
             low = middle
-    return best
+    return _cut_at(order, best)
 
 
-def _runs(order: Sequence[int], sizes: Sequence[int], capacity: int, costs: Sequence[float], most_cost: float) -> Bins:
-    """Put consecutive rows into each microbatch, as many as stay under both limits; at least one."""
-    runs: Bins = []
-    at = 0
-    while at < len(order):
-        first = order[at]
-        take = max(1, min(capacity // sizes[first], int(most_cost / costs[first])))
-        runs.append(list(order[at : at + take]))
-        at += take
-    return runs
+def _starts(
+    most_rows: Sequence[int], row_costs: Sequence[float], most_cost: float, *, most: int | None = None
+) -> list[int]:
+    """Return the first rows of microbatches of consecutive rows, as many as stay under both limits; at least one.
+
+    Args:
+        most_rows: that a microbatch may have which begins with this row.
+        row_costs: of each row.
+        most: number of microbatches behind which nobody is interested in the rest.
+    """
+    starts: list[int] = []
+    at, end = 0, len(most_rows)
+    while at < end:
+        starts.append(at)
+        if most is not None and len(starts) > most:
+            break
+        take, by_cost = most_rows[at], int(most_cost / row_costs[at])
+        if by_cost < take:
+            take = by_cost
+        at += take if take > 1 else 1
+    return starts
+
+
+def _cut_at(order: Sequence[int], starts: Sequence[int]) -> Bins:
+    return [list(order[start:end]) for start, end in zip(starts, [*starts[1:], len(order)], strict=True)]

@@ -172,7 +172,7 @@ class Pending(Generic[_T]):
     """
 
     def __init__(self, wait_for_it: Callable[[], _T], *, ready: Callable[[], Future[None]] | None = None) -> None:
-        self._wait = cache(wait_for_it)
+        self._wait, self._found = wait_for_it, list[_T]()
         self._ready = None if ready is None else cache(ready)
 
     @classmethod
@@ -185,7 +185,9 @@ class Pending(Generic[_T]):
         Raises:
             UserError: a worker refused its input. WorkerError: a worker failed, died or passed the deadline.
         """
-        return self._wait()
+        if not self._found:
+            self._found.append(self._wait())
+        return self._found[0]
 
     def then(self, change: Callable[[_T], _S]) -> Pending[_S]:
         """Return what `change` makes of the result, on the side of the first caller of `result`."""

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from operator import eq
+from operator import attrgetter, eq
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
@@ -77,8 +77,7 @@ def message_bytes(value: object) -> int:
     Raises:
         TypeError: a type that no message of ours has.
     """
-    kind = type(value)
-    return (_SIZERS.get(kind) or _sizer(kind))(value)
+    return _SIZERS[type(value)](value)
 
 
 _EACH = 3
@@ -89,38 +88,28 @@ _EACH_NUMBER: Mapping[type, int] = {type(None): 1, bool: 1, float: 9}
 _INT_LIMITS = ((1 << 8, 2), (1 << 16, 3), (1 << 31, 5), (1 << 63, 10))
 
 _Sizer: TypeAlias = Callable[[Any], int]
-_SIZERS: dict[type, _Sizer] = {}
-"""Type -> what counts its values: a step's messages have a million values of a few types."""
 
 
-def _sizer(kind: type) -> _Sizer:
-    """Return what counts the values of a type, and keep it."""
+class _Sizers(dict[type, _Sizer]):
+    """Type -> what counts its values: a step's messages have a million values of a few types."""
+
+    def __missing__(self, kind: type) -> _Sizer:
+        sizer = self[kind] = _sizer_of(kind)
+        return sizer
+
+
+_SIZERS = _Sizers()
+
+
+def _sizer_of(kind: type) -> _Sizer:
     if issubclass(kind, Counted):
-        sizer: _Sizer = kind.num_bytes
-    elif issubclass(kind, list | tuple | set | frozenset | range):
-        sizer = _container_bytes
-    elif issubclass(kind, Mapping):
-        sizer = _mapping_bytes
-    elif is_dataclass(kind):
-        sizer = _dataclass_sizer(tuple(each.name for each in fields(kind)))
-    elif issubclass(kind, bytes):
-        sizer = _bytes_bytes
-    elif issubclass(kind, np.ndarray | np.generic | torch.Tensor):
-        sizer = _array_bytes
-    elif issubclass(kind, Enum | PurePath):
-        sizer = _text_bytes
-    elif kind in _EACH_NUMBER:
-        sizer = _same(_EACH_NUMBER[kind])
-    elif issubclass(kind, int | float | str):
-        sizer = _int_sizer if issubclass(kind, int) else _same(9) if issubclass(kind, float) else _str_bytes
-    else:
-        raise TypeError(f"message_bytes: expected plain values, arrays or dataclasses, got {kind.__name__}")
-    _SIZERS[kind] = sizer
-    return sizer
-
-
-def _same(size: int) -> _Sizer:
-    return lambda _: size
+        return kind.num_bytes
+    if is_dataclass(kind) and not issubclass(kind, tuple | Mapping):
+        return _dataclass_sizer([each.name for each in fields(kind)])
+    for kinds, sizer in _OF_KINDS:
+        if issubclass(kind, kinds):
+            return sizer
+    raise TypeError(f"message_bytes: expected plain values, arrays or dataclasses, got {kind.__name__}")
 
 
 def _int_sizer(value: int) -> int:
@@ -151,11 +140,25 @@ def _mapping_bytes(value: Mapping[object, object]) -> int:
     return _EACH + _sum_of(value.keys()) + _sum_of(value.values())
 
 
-def _dataclass_sizer(names: tuple[str, ...]) -> _Sizer:
-    def sizer(value: object) -> int:
-        return _EACH_OBJECT + sum([message_bytes(getattr(value, name)) for name in names])
+def _dataclass_sizer(names: Sequence[str]) -> _Sizer:
+    if len(names) < 2:
+        return lambda value: _EACH_OBJECT + sum(message_bytes(getattr(value, name)) for name in names)
+    get, sizers = attrgetter(*names), _SIZERS
+    return lambda value: _EACH_OBJECT + sum([sizers[type(each)](each) for each in get(value)])
 
-    return sizer
+
+_OF_KINDS: tuple[tuple[Any, _Sizer], ...] = (
+    (list | tuple | set | frozenset | range, _container_bytes),
+    (Mapping, _mapping_bytes),
+    (bytes, _bytes_bytes),
+    (np.ndarray | np.generic | torch.Tensor, _array_bytes),
+    (Enum | PurePath, _text_bytes),
+    (bool | type(None), lambda _: 1),
+    (int, _int_sizer),
+    (float, lambda _: 9),
+    (str, _str_bytes),
+)
+"""Types, the narrower ones first, with what counts the values of a type."""
 
 
 def _sum_of(values: Collection[object]) -> int:
@@ -171,11 +174,16 @@ def _sum_of(values: Collection[object]) -> int:
             return len(values) * _EACH + characters
         if kind in _EACH_NUMBER:
             return len(values) * _EACH_NUMBER[kind]
-    return sum(map(message_bytes, values))
+        return sum(map(_SIZERS[kind], values))
+    sizers = _SIZERS
+    return sum([sizers[type(value)](value) for value in values])
 
 
 def _int_bytes(value: int) -> int:
-    return next((size for limit, size in _INT_LIMITS if value < limit), 3 + value.bit_length() // 8)
+    for limit, size in _INT_LIMITS:
+        if value < limit:
+            return size
+    return 3 + value.bit_length() // 8
 
 
 def _pack_keys(keys: Sequence[str]) -> Packed:
