@@ -288,7 +288,7 @@ class Rollout(_Worker):
         keys = keys_of_groups([group.uid for group in groups], self._size)
         rows = rolled_rows(self._client, keys, partition_id=partition_id, version=self._held(), seed=groups[0].seed)
         for first in range(0, len(keys), self._size):
-            yield (rows.select(range(first, first + self._size)),)
+            yield (rows.select(range(first, first + self._size)).counted(),)
 
     def data_plane_snapshot(self) -> Totals:
         return Totals()

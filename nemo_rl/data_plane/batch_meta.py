@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import isfinite
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -143,7 +144,7 @@ class KVBatchMeta(Counted):
         if self.sequence_lengths is not None:
             set_(self, "sequence_lengths", tuple(map(int, self.sequence_lengths)))
             self._check_aligned("sequence_lengths", len(self.sequence_lengths))
-            if any(n < 0 for n in self.sequence_lengths):
+            if min(self.sequence_lengths, default=0) < 0:
                 raise SchemaMismatch(f"partition {self.partition_id!r}: a sequence length is negative")
         if self.tags is not None:
             set_(self, "tags", TagTable.of(self.tags, where=f"partition {self.partition_id!r}"))
@@ -185,11 +186,12 @@ class KVBatchMeta(Counted):
 
     def _picked(self, picked: Sequence[int], *, pack: PackPlan | None) -> KVBatchMeta:
         """Return the rows at `picked`, in that order, with another plan."""
-        if outside := [i for i in picked if not 0 <= i < len(self.keys)]:
+        if picked and not (min(picked) >= 0 and max(picked) < len(self.keys)):
+            outside = [i for i in picked if not 0 <= i < len(self.keys)]
             raise SchemaMismatch(f"subset: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
         return replace(
             self,
-            keys=tuple(self.keys[i] for i in picked),
+            keys=tuple(map(self.keys.__getitem__, picked)),
             sequence_lengths=_pick(self.sequence_lengths, picked),
             tags=None if (tags := self._tag_table()) is None else tags.pick(picked),
             versions={
@@ -339,7 +341,7 @@ def _join(parts: Sequence[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
 
 
 def _pick(values: tuple[_T, ...] | None, indices: Sequence[int]) -> tuple[_T, ...] | None:
-    return None if values is None else tuple(values[i] for i in indices)
+    return None if values is None else tuple(map(values.__getitem__, indices))
 
 
 def shard_meta_for_dp(meta: KVBatchMeta, plan: PackPlan) -> list[KVBatchMeta]:
@@ -351,10 +353,12 @@ def shard_meta_for_dp(meta: KVBatchMeta, plan: PackPlan) -> list[KVBatchMeta]:
         SchemaMismatch: the plan names a row twice, or one that the meta does not have.
     """
     rows = [plan.rows_of_rank(rank) for rank in range(plan.num_ranks)]
-    counts = Counter(row for mine in rows for row in mine)
-    outside = sorted(row for row in counts if not 0 <= row < meta.size)
-    twice = sorted(row for row, count in counts.items() if count > 1)
-    if outside or twice:
+    planned = list(chain.from_iterable(rows))
+    is_known = not planned or (min(planned) >= 0 and max(planned) < meta.size)
+    if not is_known or len(set(planned)) < len(planned):
+        counts = Counter(planned)
+        outside = sorted(row for row in counts if not 0 <= row < meta.size)
+        twice = sorted(row for row, count in counts.items() if count > 1)
         raise SchemaMismatch(
             f"pack plan for partition {meta.partition_id!r} with {meta.size} rows: rows that do not exist: "
             f"{name_some(outside) or 'none'}; rows named more than once: {name_some(twice) or 'none'}"

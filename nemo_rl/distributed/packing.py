@@ -125,7 +125,7 @@ class PackPlan:
 
     def rows_of_rank(self, rank: int) -> tuple[int, ...]:
         """Global row indices of one rank, in the order in which its microbatches meet them."""
-        return tuple(row for microbatch in self.microbatches[rank] for row in microbatch)
+        return tuple(itertools.chain.from_iterable(self.microbatches[rank]))
 
     def for_rank(self, rank: int) -> PackPlan:
         """Return one rank's view, in indices into `rows_of_rank(rank)`, sealed with the digests of itself and of the
@@ -402,7 +402,8 @@ class _Planner:
             )
 
     def rows(self, group: Sequence[int]) -> BatchRows:
-        return BatchRows([self._sizes[i] for i in group], [self._costs[i] for i in group], self._capacity or 0)
+        sizes = list(map(self._sizes.__getitem__, group))
+        return BatchRows(sizes, list(map(self._costs.__getitem__, group)), self._capacity or 0)
 
     def global_batches(self) -> list[list[int]]:
         """Return row indices of each global batch, in the order of their keys."""
@@ -476,12 +477,12 @@ class _Planner:
     def _tokens(self, rows: Sequence[int]) -> int:
         if self._packed:
             return sum(map(self._sizes.__getitem__, rows))
-        return len(rows) * max((self._sizes[row] for row in rows), default=0)
+        return len(rows) * max(map(self._sizes.__getitem__, rows), default=0)
 
     def _cost(self, rows: Sequence[int]) -> float:
         if self._packed:
             return sum(map(self._costs.__getitem__, rows))
-        return len(rows) * max((self._costs[row] for row in rows), default=0.0)
+        return len(rows) * max(map(self._costs.__getitem__, rows), default=0.0)
 
 
 def _check_counts(**counts: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from nemo_rl.data_plane.chunks.wire import Counted, object_bytes
 from nemo_rl.data_plane.interfaces import KVBatchMeta
 from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.experience.payload import SampleStats
@@ -59,7 +60,7 @@ class GroupRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutResult:
+class RolloutResult(Counted):
     """Rows of whole groups, already in the data plane."""
 
     meta: KVBatchMeta
@@ -69,6 +70,19 @@ class RolloutResult:
     """Lines of the reward for the person at the terminal."""
     schedule: tuple[ScheduleEntry, ...] = ()
     """Events of the engines' batches since the last result; empty without asynchronous batches."""
+
+    _counted: int = field(default=0, init=False, repr=False, compare=False)
+    """Bytes of its message, where the worker has counted them."""
+
+    def counted(self) -> RolloutResult:
+        """Return this result, which knows its bytes from here on: workers count, not the one driver of all."""
+        object.__setattr__(self, "_counted", self.num_bytes())
+        return self
+
+    def num_bytes(self) -> int:
+        """About the bytes of this result in a message to another process."""
+        shown = (self.meta, self.sample_stats, self.metrics, self.printed, self.schedule)
+        return self._counted or object_bytes(shown)
 
     @property
     def group_uids(self) -> tuple[str, ...]:

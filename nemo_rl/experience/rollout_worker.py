@@ -228,7 +228,7 @@ class RolloutWorker:
         try:
             restored, groups = self.restore_groups(groups, partition_id=partition_id)
             for result in restored:
-                yield (result,)
+                yield (result.counted(),)
             if groups:
                 found = self._rollout(groups, version=version, partition_id=partition_id, engine=engine, share=share)
                 yield from found
@@ -277,7 +277,7 @@ class RolloutWorker:
             check_versions(samples.output, version)
             ended = [groups[number] for number in samples.groups]
             results = self._write(ended, samples.output, partition_id=partition_id, is_first=part == 0)
-            yield (replace(results[0], schedule=samples.schedule), *results[1:])
+            yield tuple(each.counted() for each in (replace(results[0], schedule=samples.schedule), *results[1:]))
 
     def _stream(self, request: GenerationRequest, engine: int | None, share: tuple[int, int]) -> Iterator[GroupSamples]:
         scheduler = self._generation
@@ -325,7 +325,7 @@ class RolloutWorker:
                 result = replace(result, metrics={**result.metrics, **still_open})
             if self._parts.turn_sampler is not None:
                 result = replace(result, schedule=self._parts.turn_sampler.take_schedule())
-            yield (result,)
+            yield (result.counted(),)
 
     def _write_conversations(
         self, group: GroupRequest, scored: ScoredGroup, *, version: int | None, partition_id: str, is_first: bool

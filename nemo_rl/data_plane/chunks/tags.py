@@ -171,7 +171,7 @@ class TagTable(Sequence[Tags]):
 
     def pick(self, indices: Sequence[int]) -> TagTable:
         """Return the rows at `indices`."""
-        columns = {name: [values[i] for i in indices] for name, values in self._columns.items()}
+        columns = {name: list(map(values.__getitem__, indices)) for name, values in self._columns.items()}
         return TagTable(columns, size=len(indices), has_gaps=self._has_gaps)
 
     def join(self, others: Sequence[TagTable]) -> TagTable:

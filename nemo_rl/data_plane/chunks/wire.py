@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from operator import attrgetter, eq
@@ -22,7 +22,7 @@ import torch
 from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue
 from nemo_rl.data_plane.keys import MARK, index_of, key_of, keys_of_groups
 
-__all__ = ["Counted", "Packed", "message_bytes", "pack_rows", "unpack_rows"]
+__all__ = ["Counted", "Packed", "message_bytes", "object_bytes", "pack_rows", "unpack_rows"]
 
 Packed: TypeAlias = tuple[object, ...]
 
@@ -138,6 +138,11 @@ def _container_bytes(value: Collection[object]) -> int:
 
 def _mapping_bytes(value: Mapping[object, object]) -> int:
     return _EACH + _sum_of(value.keys()) + _sum_of(value.values())
+
+
+def object_bytes(values: Iterable[object]) -> int:
+    """Return the bytes of an object with these fields."""
+    return _EACH_OBJECT + sum(map(message_bytes, values))
 
 
 def _dataclass_sizer(names: Sequence[str]) -> _Sizer:
