@@ -307,6 +307,7 @@ BENCH_router-replay := router_replay
 BENCH_generation := generation
 BENCH_tracer := tracer
 BENCH_driver := driver_step
+BENCH_scale := scale
 BENCH_async := async_vs_sync
 BENCH_async-learning := async_learning
 BENCH_conversations := conversations
@@ -318,8 +319,8 @@ BENCH_NEEDS_async-learning := $(STARTER)/config.json
 BENCH_NEEDS_data-plane := $(VENV)/.system
 BENCH_NEEDS_generation := $(VENV)/.vllm $(STARTER)/config.json
 BENCH_ARGS_packing := --seed 0
-bench-%: $(VENV)/.base $$(BENCH_NEEDS_$$*) ## benchmarks, into results/bench_*.json: step, data-plane, packing, router-replay, generation, tracer, driver, async, async-learning, conversations, lora, train-pass, checkpoint
-	$(if $(BENCH_$*),,$(error bench-$*: expected one of bench-step, -data-plane, -packing, -router-replay, -generation, -tracer, -driver, -async, -async-learning, -conversations, -lora, -train-pass, -checkpoint))
+bench-%: $(VENV)/.base $$(BENCH_NEEDS_$$*) ## benchmarks, into results/bench_*.json: step, data-plane, packing, router-replay, generation, tracer, driver, scale, async, async-learning, conversations, lora, train-pass, checkpoint
+	$(if $(BENCH_$*),,$(error bench-$*: expected one of bench-step, -data-plane, -packing, -router-replay, -generation, -tracer, -driver, -scale, -async, -async-learning, -conversations, -lora, -train-pass, -checkpoint))
 	$(BIN)/python benchmarks/$(BENCH_$*).py $(BENCH_ARGS_$*) --json results/bench_$(BENCH_$*).json $(ARGS)
 
 step-trace: $(VENV)/.dev $(STARTER)/config.json ## one step of the demo in one process: functions, lines, files and frames that it enters

@@ -20,9 +20,10 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
+from typing import cast
 
 # A script's own folder is on the path, its package is not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -33,18 +34,21 @@ from rich.table import Table
 
 from benchmarks.common import Hold, check_figures, environment, figures_table, load_average, write_json
 from benchmarks.driver_step import GROUP, step_config
-from benchmarks.scale_actors import Actors, Engine, PolicyRank, Rollout
+from benchmarks.scale_actors import Actors, Engine, PolicyRank, Rollout, rolled_rows
 from nemo_rl.algorithms.batches import BatchSource
 from nemo_rl.algorithms.grpo_sync import GRPOTrainer, TrainerParts
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.observers import StepObserver, StepObservers
 from nemo_rl.algorithms.sources import build_source
 from nemo_rl.algorithms.stages.bodies import build_stages
-from nemo_rl.algorithms.stages.columns import stage_columns
-from nemo_rl.algorithms.stages.stage import StageTools, StepState
+from nemo_rl.algorithms.stages.columns import declare_partition, stage_columns
+from nemo_rl.algorithms.stages.stage import StageTools, StepState, begin_step
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.generation import RefitTransport
 from nemo_rl.config.schema import MasterConfig
+from nemo_rl.data.sampler import SampledPrompt
+from nemo_rl.data_plane.client.ledger_client import LedgerClient
+from nemo_rl.data_plane.column_io import write_columns
 from nemo_rl.data_plane.factory import build_data_plane_client
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.layout import ParallelLayout
@@ -57,13 +61,17 @@ from nemo_rl.utils.logger import build_logger
 from nemo_rl.utils.memory import frozen_startup_objects
 from nemo_rl.utils.panel import Panel
 
-__all__ = ["HOLDS", "Scale", "ScaleSample", "figures_of", "main", "measure", "open_trainer"]
+__all__ = ["HOLDS", "LedgerSample", "Scale", "ScaleSample", "figures_of", "main", "measure", "measure_ledger"]
 
 TIMEOUT_S = 600.0
 REPEATS = 3
 LOOP = 20_000_000
 """Rounds of the fixed loop of plain Python."""
 SUBMITS = 2000
+PUT_ROWS = 1024
+"""Rows that a rollout worker puts at once."""
+LEDGERS = ((1024, 8), (16_384, 128), (131_072, 1024), (262_144, 2048))
+"""Rows that are alive, and leaders that read them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +124,10 @@ class ScaleSample:
     sent_bytes: int
     refit_calls: Mapping[str, int]
     """Calls of the refit by kind of worker."""
+    num_messages: int
+    """Requests that were pickled: one of several ranks counts once."""
+    ledger_calls: int
+    """Requests of the driver and the rollout worker to the ledger."""
 
     @property
     def own_s(self) -> float:
@@ -134,6 +146,8 @@ class ScaleSample:
             "results": dict(self.results),
             "sent_bytes": self.sent_bytes,
             "refit_calls": dict(self.refit_calls),
+            "num_messages": self.num_messages,
+            "ledger_calls": self.ledger_calls,
         }
 
 
@@ -186,6 +200,11 @@ class _Trainer(GRPOTrainer):
             for kind in ("policy", "engine", "rollout")
         }
 
+    def close(self) -> None:
+        """End the source and the log. Idempotent."""
+        self._parts.source.close()
+        self._parts.logger.close()
+
     def one_step(self) -> StepState:
         """Run a step with all that follows it, as `fit` does."""
         step = self.step()
@@ -195,7 +214,7 @@ class _Trainer(GRPOTrainer):
         return step
 
 
-def open_trainer(scale: Scale, folder: Path, *, actors: Actors, client: DataPlaneClient, steps: int) -> _Trainer:
+def _open_trainer(scale: Scale, folder: Path, *, actors: Actors, client: DataPlaneClient, steps: int) -> _Trainer:
     """Return a trainer over stand-ins, whose first weights are in the engines.
 
     Args:
@@ -310,21 +329,22 @@ def measure(scale: Scale, *, repeats: int) -> list[ScaleSample]:
     try:
         with tempfile.TemporaryDirectory(prefix="scale-") as folder:
             steps = repeats + 1
-            trainer = open_trainer(scale, Path(folder), actors=actors, client=client, steps=steps)
+            trainer = _open_trainer(scale, Path(folder), actors=actors, client=client, steps=steps)
             try:
                 with frozen_startup_objects():
-                    found = [_sample(trainer, scale) for _ in range(steps)]
+                    found = [_sample(trainer, scale, client) for _ in range(steps)]
             finally:
-                trainer.source.close()
+                trainer.close()
     finally:
         client.close()
     return found[1:]
 
 
-def _sample(trainer: _Trainer, scale: Scale) -> ScaleSample:
+def _sample(trainer: _Trainer, scale: Scale, client: DataPlaneClient) -> ScaleSample:
     actors = trainer.clock.actors
     actors.clear()
     began, aside = time.perf_counter(), actors.aside_wall_s
+    asked = _num_requests(client)
     trainer.one_step()
     return ScaleSample(
         scale=scale,
@@ -334,7 +354,80 @@ def _sample(trainer: _Trainer, scale: Scale) -> ScaleSample:
         results={".".join(name): count for name, count in sorted(actors.results.items())},
         sent_bytes=actors.sent_bytes,
         refit_calls=trainer.refit_calls,
+        num_messages=actors.num_packed,
+        ledger_calls=_num_requests(client) - asked,
     )
+
+
+def ledger_calls(client: DataPlaneClient) -> dict[str, tuple[int, float]]:
+    """Return operation -> requests that the ledger of this process has served, and their seconds."""
+    assert isinstance(client, LedgerClient), "a client with a ledger"
+    reply = client._link._host.call("watch", {}, timeout_s=TIMEOUT_S)
+    operations = cast("dict[str, tuple[int, float]]", reply["operations"])
+    return {name: (int(count), float(seconds)) for name, (count, seconds) in operations.items()}
+
+
+def _num_requests(client: DataPlaneClient) -> int:
+    return sum(count for count, _ in ledger_calls(client).values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerSample:
+    """One ledger with so many rows alive, under the calls of a step."""
+
+    rows: int
+    leaders: int
+    calls: Mapping[str, int]
+    """Operation -> requests of the rollout workers, the leaders and the driver."""
+    ms: Mapping[str, float]
+    """Operation -> milliseconds of a request."""
+    calls_per_leader: float
+    row_bytes: float
+    """Resident bytes of ledger and store per row, of which the payload takes `payload_bytes`."""
+    payload_bytes: float
+
+    def as_record(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def measure_ledger(rows: int, leaders: int) -> LedgerSample:
+    """Put so many rows, let each leader read and write its part as in a step with a log-probability pass, and clear."""
+    config = step_config(rows)
+    client = build_data_plane_client(DataPlaneConfig(impl="noop"), run_id=f"bench-{uuid.uuid4().hex[:8]}")
+    try:
+        declare_partition(client, stage_columns(config, build_loss(config.loss_fn, config.grpo)), config.grpo)
+        before = _resident_bytes()
+        step = begin_step(1, [SampledPrompt(at, at) for at in range(rows // GROUP)], group_size=GROUP, version=0)
+        puts = [step.keys[at : at + PUT_ROWS] for at in range(0, rows, PUT_ROWS)]
+        parts = [rolled_rows(client, keys, partition_id="train", version=0, seed=at) for at, keys in enumerate(puts)]
+        meta = parts[0].meta.concat(*(part.meta for part in parts[1:]))
+        row_bytes = (_resident_bytes() - before) / rows
+        payload_bytes = cast("int", client.stats()["live_bytes"]) / rows
+        put = _num_requests(client)
+        for leader in range(leaders):
+            mine = meta.subset(range(leader, rows, leaders))
+            client.kv_batch_get(mine.keys, "train", ["input_ids", "token_mask"])
+            mine = write_columns(client, mine, {"advantages": torch.zeros(len(mine))})
+            client.kv_batch_get(mine.keys, "train", ["input_ids", "token_mask", "advantages"])
+        asked = _num_requests(client) - put
+        client.kv_clear(list(step.keys), "train", reason="step end")
+        found = ledger_calls(client)
+    finally:
+        client.close()
+    return LedgerSample(
+        rows=rows,
+        leaders=leaders,
+        calls={name: count for name, (count, _) in found.items()},
+        ms={name: 1e3 * seconds / count for name, (count, seconds) in found.items()},
+        calls_per_leader=asked / leaders,
+        row_bytes=row_bytes,
+        payload_bytes=payload_bytes,
+    )
+
+
+def _resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * resource.getpagesize()
 
 
 def loop_s() -> float:
@@ -413,6 +506,17 @@ def _calls_table(samples: Sequence[ScaleSample]) -> Table:
     return table
 
 
+def _ledger_table(samples: Sequence[LedgerSample]) -> Table:
+    table = Table(title="milliseconds of a request to the ledger")
+    for name in ("", *(f"{each.rows} rows" for each in samples)):
+        table.add_column(name)
+    for name in sorted({name for each in samples for name in each.ms}):
+        table.add_row(name, *(f"{each.ms.get(name, 0.0):.3f}" for each in samples))
+    table.add_row("requests of a leader", *(f"{each.calls_per_leader:.2f}" for each in samples))
+    table.add_row("bytes of a row", *(f"{each.row_bytes - each.payload_bytes:.0f}" for each in samples))
+    return table
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -424,12 +528,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     load_before, loop_before = load_average(), loop_s()
     scales, repeats = (QUICK, 1) if given.quick else (SCALES, REPEATS)
     samples = [each for scale in scales for each in measure(scale, repeats=repeats)]
+    ledgers = [measure_ledger(rows, leaders) for rows, leaders in (LEDGERS[:1] if given.quick else LEDGERS)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     submit = submit_us()
     figures = {**figures_of(samples, submit=submit), "submit_us": submit, "peak_gib": peak, "loop_s": loop_s()}
     console = Console()
     console.print(_parts_table(samples))
     console.print(_calls_table(samples))
+    console.print(_ledger_table(ledgers))
     console.print(figures_table(figures, HOLDS))
     missed = check_figures(figures, HOLDS)
     report = {
@@ -440,6 +546,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "figures": figures,
         "problems": missed,
         "samples": [each.as_record() for each in samples],
+        "ledgers": [each.as_record() for each in ledgers],
     }
     console.print(f"written to {write_json(given.json, report)}")
     for line in missed:

@@ -178,7 +178,7 @@ class PolicyRank(_Worker):
             loss=(0.1,) * steps,
             grad_norm=(1.0,) * steps,
             rank=self.rank,
-            metrics=tuple(numbers | {"longest": Max(float(number))} for number in range(count)),
+            metrics=(numbers | {"longest": Max(float(count))},),
             microbatch_losses=(0.1,) * count,
             total_flops=1e15,
             theoretical_tflops=989.0,

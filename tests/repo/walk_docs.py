@@ -110,6 +110,7 @@ TARGETS: Mapping[str, str] = {
     "bench-tracer": "--quick",
     "bench-generation": "--quick",
     "bench-driver": "--quick",
+    "bench-scale": "--quick",
     "bench-async": "--quick",
     "bench-conversations": "--quick",
     "bench-lora": "--quick",
