@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["odd_share", "wait"]
+__all__ = ["odd_share", "slow_share", "wait"]
 
 
 def odd_share(prompt: str, response: str, answer: object) -> float:
@@ -20,3 +20,9 @@ def wait(seconds: float) -> str:
     """
     time.sleep(seconds)
     return "done"
+
+
+def slow_share(prompt: str, response: str, answer: object) -> float:
+    """`odd_share`, after a wait of 50 ms, as of a reward that asks a server."""
+    time.sleep(0.05)
+    return odd_share(prompt, response, answer)

@@ -35,6 +35,7 @@ from rich.table import Table
 from benchmarks.common import Hold, check_figures, environment, figures_table, load_average, write_json
 from benchmarks.driver_step import GROUP, step_config
 from benchmarks.scale_actors import Actors, Engine, PolicyRank, Rollout, rolled_rows
+from benchmarks.scale_workers import WorkersSample, measure_workers, worker_rows_per_s
 from nemo_rl.algorithms.batches import BatchSource
 from nemo_rl.algorithms.grpo_sync import GRPOTrainer, TrainerParts
 from nemo_rl.algorithms.losses.policy_loss import build_loss
@@ -70,6 +71,7 @@ LOOP = 20_000_000
 SUBMITS = 2000
 PUT_ROWS = 1024
 """Rows that a rollout worker puts at once."""
+WORKER_ROWS = 2048
 LEDGERS = ((1024, 8), (16_384, 128), (131_072, 1024), (262_144, 2048))
 """Rows that are alive, and leaders that read them."""
 
@@ -105,6 +107,8 @@ HOLDS: Mapping[str, Hold] = {
     "growth_256_to_1024": Hold(most=4.0),
     "refit_calls_per_engine_sync_1024": Hold(most=4.0),
     "refit_calls_per_engine_async_1024": Hold(most=4.0),
+    "worker_rows_per_s": Hold(least=1000.0),
+    "rows_per_s_2_workers_over_1": Hold(least=1.8),
 }
 
 
@@ -430,6 +434,14 @@ def _resident_bytes() -> int:
     return int(pages) * resource.getpagesize()
 
 
+def _measured_workers() -> list[WorkersSample]:
+    with tempfile.TemporaryDirectory(prefix="scale-") as folder:
+        found = [measure_workers(count, Path(folder)) for count in (1, 2)]
+    if found[0].rewards != found[1].rewards:
+        raise RuntimeError(f"the number of rollout workers changes the rewards: {[each.rewards for each in found]}")
+    return found
+
+
 def loop_s() -> float:
     """Return the processor seconds of a fixed loop of plain Python."""
     began, total = time.process_time(), 0
@@ -529,9 +541,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scales, repeats = (QUICK, 1) if given.quick else (SCALES, REPEATS)
     samples = [each for scale in scales for each in measure(scale, repeats=repeats)]
     ledgers = [measure_ledger(rows, leaders) for rows, leaders in (LEDGERS[:1] if given.quick else LEDGERS)]
+    workers = [] if given.quick else _measured_workers()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     submit = submit_us()
     figures = {**figures_of(samples, submit=submit), "submit_us": submit, "peak_gib": peak, "loop_s": loop_s()}
+    figures["worker_rows_per_s"] = worker_rows_per_s(WORKER_ROWS)
+    if workers:
+        figures["rows_per_s_2_workers_over_1"] = workers[1].rows_per_s / workers[0].rows_per_s
     console = Console()
     console.print(_parts_table(samples))
     console.print(_calls_table(samples))
@@ -547,6 +563,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "problems": missed,
         "samples": [each.as_record() for each in samples],
         "ledgers": [each.as_record() for each in ledgers],
+        "workers": [each.as_record() for each in workers],
     }
     console.print(f"written to {write_json(given.json, report)}")
     for line in missed:
