@@ -34,6 +34,7 @@ _PLANS = frozenset(
     ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb", "pad_to_multiple", "global_forward_pad_seqlen")
 )
 """Names under which NeMo-RL keeps a plan in its `extra_info`; here it has a typed field."""
+_PLAIN_INTS = {int}
 _DEPTH = 32
 """Containers in one another: deeper ones are a loop, or no facts about a batch."""
 
@@ -142,7 +143,8 @@ class KVBatchMeta(Counted):
             twice = [key for key in self.keys if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
             raise SchemaMismatch(f"partition {self.partition_id!r}: duplicate keys: {name_some(twice)}")
         if self.sequence_lengths is not None:
-            set_(self, "sequence_lengths", tuple(map(int, self.sequence_lengths)))
+            if set(map(type, self.sequence_lengths)) != _PLAIN_INTS or type(self.sequence_lengths) is not tuple:
+                set_(self, "sequence_lengths", tuple(map(int, self.sequence_lengths)))
             self._check_aligned("sequence_lengths", len(self.sequence_lengths))
             if min(self.sequence_lengths, default=0) < 0:
                 raise SchemaMismatch(f"partition {self.partition_id!r}: a sequence length is negative")

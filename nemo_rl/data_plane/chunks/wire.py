@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from operator import attrgetter, eq
 from pathlib import PurePath
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ __all__ = ["Counted", "Packed", "message_bytes", "object_bytes", "pack_rows", "u
 Packed: TypeAlias = tuple[object, ...]
 
 _DOUBLE = struct.Struct("<d")
-_INT_TYPES = ("u1", "<u2", "<u4", "<i8")
+_INT_RANGES = tuple((kind, int(np.iinfo(kind).min), int(np.iinfo(kind).max)) for kind in ("u1", "<u2", "<u4", "<i8"))
 _MOST_DISTINCT = 256
 """Values that one byte can number."""
 
@@ -221,9 +222,8 @@ def _unpack_keys(packed: Packed) -> tuple[str, ...]:
 
 def _pack_ints(values: Sequence[int]) -> Packed:
     low, high = min(values, default=0), max(values, default=0)
-    for kind in _INT_TYPES:
-        limits = np.iinfo(kind)
-        if limits.min <= low and high <= limits.max:
+    for kind, least, most in _INT_RANGES:
+        if least <= low and high <= most:
             return (kind, np.array(values, dtype=kind).tobytes())
     return ("big", tuple(values))
 
@@ -266,8 +266,7 @@ def _identity(value: TagValue) -> tuple[type, object]:
 def _identities(values: Sequence[TagValue], kinds: set[type]) -> Sequence[object]:
     """Return what tells the values apart; see `_identity`."""
     if kinds == {float}:
-        bits: list[int] = np.array(values, dtype="<f8").view("<i8").tolist()
-        return bits
+        return memoryview(array("d", cast("Sequence[float]", values))).cast("B").cast("q").tolist()
     return values if len(kinds) == 1 else [_identity(value) for value in values]
 
 

@@ -29,10 +29,12 @@ def test_figures_are_medians_of_the_sums_and_every_bound_can_be_missed() -> None
 
 
 def test_the_objects_of_the_start_are_frozen_in_the_block_alone() -> None:
-    start = [[] for _ in range(1000)]
+    start, threshold = [[] for _ in range(1000)], gc.get_threshold()
     with frozen_startup_objects():
         assert gc.get_freeze_count() > len(start)
         assert not any(each is start for each in gc.get_objects())
+        assert gc.get_threshold()[0] > threshold[0], "a step makes many objects and no circles"
+    assert gc.get_threshold() == threshold
     assert any(each is start for each in gc.get_objects())
 
 
