@@ -12,7 +12,7 @@ from benchmarks.scale import HOLDS, Scale, ScaleSample, figures_of, main, measur
 from nemo_rl.config.generation import RefitTransport
 
 ROWS = 512
-MOST_CALLS_PER_RANK = 13
+MOST_CALLS_PER_RANK = 12
 MOST_REFIT_CALLS_PER_ENGINE = 4
 
 
