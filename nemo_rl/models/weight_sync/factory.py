@@ -282,20 +282,21 @@ class ShardWeightSync(BroadcastWeightSync):
             self.plans = {}
         super()._prepare()
 
-    def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int]) -> None:
+    def _move(self, plan: RefitPlan, all_sent: Callable[[], None], to: Collection[int], version: int) -> dict[int, int]:
         parties, known = self._parties, self.plans.get(plan.kind)
         if known is None or known.slots != plan.slots:
             self._share(plan)
         try:
-            _both(
+            held = _both(
                 lambda: parties.run_policy(ask(PolicyWorker.send_shards, kind=plan.kind)),
-                lambda: parties.run_engines(ask(RefitTarget.receive_shards, kind=plan.kind)),
+                lambda: parties.run_engines(ask(RefitTarget.refit_by_shards, kind=plan.kind, version=version)),
             )
         except BaseException:
             # Some have left the group.
             self._members = {}
             raise
         all_sent()
+        return held
 
     def _share(self, plan: RefitPlan) -> None:
         """Make the plan, and tell everybody its part."""

@@ -2,8 +2,8 @@
 
 Steps of one refit, in order: `report_device_id` and `refit_free_bytes` (once, to choose a transport), `match_refit` and
 `delta_base`, `begin_refit`, then `load_bucket` for each bucket or `receive_weights` for all of them, `finish_refit`,
-`answer_receipt`. By shards `report_parts` and `take_parts` come once, and `receive_shards` in place of `begin_refit` and
-the buckets. Of a refit of an adapter: `match_adapter`, `begin_refit`, the buckets, `finish_refit`,
+`answer_receipt`. By shards `report_parts` and `take_parts` come once, and `receive_shards` in place of `begin_refit`
+and the buckets. Of a refit of an adapter: `match_adapter`, `begin_refit`, the buckets, `finish_refit`,
 `adapter_fingerprints`, `use_adapter`, `answer_receipt`; rows go on with the version in use up to `use_adapter`. The
 driver asks for several of them in one call (`accept_refit`, `receive_refit`, `refit_by_shards`, `receive_buckets`,
 `read_buckets`): of a refit of weights at most four calls go to an engine, and one more where it accepts them for the
@@ -363,6 +363,11 @@ class RefitTarget(ABC):
         see `finish_refit`."""
         self.begin_refit(plan)
         self.receive_weights()
+        return self.finish_refit(version=version)
+
+    def refit_by_shards(self, *, kind: Literal["weights", "adapter"], version: int) -> int:
+        """(collective over the refit group) Receive the parts of all weights, and end the refit; see `finish_refit`."""
+        self.receive_shards(kind=kind)
         return self.finish_refit(version=version)
 
     _readers: tuple[BucketReader, ...] = ()
