@@ -84,12 +84,12 @@ class _Host:
         return {**reply, "process": _WorkerProcess(id=me.pid, host=socket.gethostname(), identity=me)}
 
     def call(self, method: str, stage: str, message: bytes) -> dict[str, object]:
-        reply, value = self._guard(stage, lambda: getattr(self._worker, method)(**pickle.loads(message)))
+        reply, value = self._guard(stage, lambda: getattr(self._worker, method)(**_unpacked(message)))
         return {**reply, "value": value}
 
     def stream(self, method: str, stage: str, message: bytes) -> Iterator[dict[str, object]]:
         """Yield a record with each result of a method that yields them, then one without a result."""
-        reply, results = self._guard(stage, lambda: iter(getattr(self._worker, method)(**pickle.loads(message))))
+        reply, results = self._guard(stage, lambda: iter(getattr(self._worker, method)(**_unpacked(message))))
         while reply["ok"]:
             reply, value = self._guard(stage, partial(next, cast("Iterator[object]", results), _END))
             if value is _END:
@@ -383,6 +383,11 @@ class RayWorkerGroup(WorkerGroup):
 def _sent(call: Call[_T], rank: int) -> tuple[str, str, bytes | ray.ObjectRef]:
     request = call.of_rank(rank)
     return request.method, call.stage, request.message(_packed)
+
+
+def _unpacked(message: bytes) -> dict[str, object]:
+    """Return the arguments that the driver has packed for its own workers."""
+    return cast("dict[str, object]", pickle.loads(message))
 
 
 def _packed(arguments: Mapping[str, object]) -> bytes | ray.ObjectRef:
