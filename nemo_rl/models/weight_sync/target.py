@@ -116,9 +116,8 @@ class RefitReceiver:
 
     def _sink_of(self, plan: RefitPlan) -> RefitSink:
         take = self._take
-        if take is None and not self._targets:
-            # The driver asks for the weights once in the life of an engine, and each refit lets them go.
-            self.match({slot.name: slot.shape for slot in plan.slots})
+        if take is None:
+            self._find_targets(plan.slots)
         if plan.delta is not None:
             # An engine that takes full weights needs the last ones, to apply the changes to them.
             self._held.begin(plan, self._targets if take is None else None)
@@ -167,6 +166,12 @@ class RefitReceiver:
         while sink.num_missing:
             sink.load(self._group.receive(buffer))
 
+    def _find_targets(self, slots: Sequence[WeightSlot]) -> None:
+        """Find the weights again: the driver asks for them once in the life of an engine, and each refit lets them
+        go."""
+        if not self._targets:
+            self.match({slot.name: slot.shape for slot in slots})
+
     def take_part(self, part: ShardPart, kind: Literal["weights", "adapter"]) -> None:
         """Keep what this rank receives in each refit by shards of this kind from here on."""
         self._parts[kind] = part
@@ -188,17 +193,18 @@ class RefitReceiver:
         assert self._group is not None, "join and take_part come first"
         part, targets, self._staged = self._parts[kind], dict[str, torch.Tensor](), {}
         self._num_missing = len(part.rounds)
-        if kind == "adapter":
-            targets = self._staged = self._room_for(part.slots)
-        elif place is None:
-            targets = dict(zip((slot.name for slot in part.slots), self._targets, strict=True))
-        if kind == "weights":
-            self._held.forget()
 
         def copy(slot: WeightSlot, box: Box, values: torch.Tensor) -> None:
             box.of(targets[slot.name], held=Box.whole(slot.shape)).copy_(values)
 
         try:
+            if kind == "adapter":
+                targets = self._staged = self._room_for(part.slots)
+            elif place is None:
+                self._find_targets(part.slots)
+                targets = dict(zip((slot.name for slot in part.slots), self._targets, strict=True))
+            if kind == "weights":
+                self._held.forget()
             ShardReceiver(part, self._group).receive(place or copy)
         except BaseException as error:
             # Ranks of the policy that still send would wait for this one.
