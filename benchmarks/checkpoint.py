@@ -21,6 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+# A script's own folder is on the path, its package is not.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 import torch.distributed as dist
 from rich.console import Console
