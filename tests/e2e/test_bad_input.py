@@ -273,7 +273,8 @@ def test_a_full_disk_leaves_the_previous_checkpoint_valid(run, tmp_path, model):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert code == 2 and "checkpoint of step 2" in text and "step_1" in text
     assert sorted(path.name for path in (tmp_path / "ck").iterdir()) == ["latest", "step_1"]
-    assert [row["step"] for row in logged_steps(tmp_path / "logs")] == [1, 2], "a step is logged before it is saved"
+    steps = [row["step"] for row in logged_steps(tmp_path / "logs")]
+    assert steps in ([1, 2], [1, 2, 3]), "a step is logged before it is saved, and one may be trained meanwhile"
     code, text = run(recipe, "checkpointing.resume=true")
     assert code == 0, text
     assert (tmp_path / "ck" / "latest").read_text() == "step_3"

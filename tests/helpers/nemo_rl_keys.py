@@ -68,7 +68,8 @@ policy.dtensor_cfg: tensor_parallel_size I 2  # megatron-core trains | context_p
 policy.dtensor_cfg: custom_parallel_plan I {a: colwise}  # megatron-core trains
 policy.dtensor_cfg.automodel_kwargs: force_hf I true
 policy.dtensor_cfg.lora_cfg: enabled M true | dim M 8
-policy.dtensor_cfg: expert_parallel_size N 8 | dp_replicate_size M 2 | defer_fsdp_grad_sync I true
+policy.dtensor_cfg: expert_parallel_size N 8 | dp_replicate_size I 2  # megatron-core trains
+policy.dtensor_cfg: defer_fsdp_grad_sync I true
 policy.dtensor_cfg: clear_cache_every_n_steps I 10
 policy.megatron_cfg: enabled S true
 policy.megatron_cfg.model_overrides: x N 1

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -110,6 +111,10 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> No
         for step in steps:
             logger.log_metrics({"train/loss": step / 10 + (resume_step or 0)}, step)
         logger.close()
+        # Files of one second are in the order of their numbers as words, 10 before 9.
+        ended = int(time.time())
+        while int(time.time()) == ended:
+            time.sleep(0.05)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     shown = [(event.step, event.value) for event in events.Scalars("train/loss")]
