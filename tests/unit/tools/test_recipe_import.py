@@ -61,6 +61,13 @@ def test_lengths_prompts_and_what_has_no_key_are_converted_and_the_result_loads(
     assert config.policy.generation.backend == "vllm" and config.env.name == "math"
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [(2, 2), (None, 1)])
+def test_copies_of_the_shards_stay(theirs: int | None, ours: int, tmp_path: Path) -> None:
+    sizes = {"policy": {"dtensor_cfg": {"dp_replicate_size": theirs}}, "cluster": {"gpus_per_node": 2}}
+    found = loaded(tmp_path, import_recipe(write(tmp_path, merged(sizes))))
+    assert found.policy.dtensor_cfg.replicate_size == ours
+
+
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_the_kl_keeps_its_gradient(kind: str, tmp_path: Path) -> None:
     kl = {"loss_fn": {"reference_policy_kl_penalty": 0.01, "reference_policy_kl_type": kind}}
