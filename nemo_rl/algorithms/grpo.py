@@ -345,8 +345,8 @@ def select_train_rows(
     tokens.
 
     A step that keeps fewer rows than it needs microbatches is filled up with its shortest rows of weight 0, so that
-    every rank has as many; a step that keeps none is skipped. Fixed microbatches keep all rows: their number must
-    divide.
+    every rank has as many; further rows need no fewer microbatches. A step that keeps none is skipped. Fixed
+    microbatches keep all rows: their number must divide.
     """
     size = policy.train_global_batch_size
     has_weight = scored.sample_mask > 0
@@ -362,7 +362,6 @@ def select_train_rows(
         else:
             fillers = sorted((i for i in members if not stays[i]), key=lambda i: -lengths[i])
             while fillers and (lack := _rows_needed([lengths[i] for i in kept], policy, layout) - len(kept)) > 0:
-                # Further rows need no fewer microbatches, so none of these can be left out.
                 kept += [fillers.pop() for _ in range(min(lack, len(fillers)))]
         rows += kept
         sizes.append(len(kept))

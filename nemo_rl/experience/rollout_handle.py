@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock, RLock, Thread
+from threading import RLock, Thread
 from typing import TypeVar, cast
 
 from nemo_rl.config.data_plane import DurableConfig
@@ -146,7 +146,7 @@ class RolloutHandle:
         if not self._waits or engine is not None:
             # Steps that are sampled ahead have several calls at a time: workers take turns.
             numbers, self._next = (numbers[self._next % len(numbers)],), self._next + 1
-        running, lock = set(numbers), Lock()
+        running = set(numbers)
 
         def receive(number: int, call: Call[Iterator[tuple[RolloutResult, ...] | RootCause]]) -> None:
             try:
@@ -155,10 +155,8 @@ class RolloutHandle:
                         raise results.to_error()
                     for result in results:
                         futures[result.group_uids[0]].set_result(result)
-                with lock:
-                    running.discard(number)
-                    is_last = not running
-                if is_last:
+                running.discard(number)
+                if not running:
                     raise WorkerError("the group was aborted", stage="rollout")
             except Exception as error:  # noqa: BLE001 - raised by the results that have not come
                 for future in futures.values():

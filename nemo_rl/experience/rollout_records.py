@@ -81,8 +81,7 @@ class RolloutResult(Counted):
 
     def num_bytes(self) -> int:
         """About the bytes of this result in a message to another process."""
-        shown = (self.meta, self.sample_stats, self.metrics, self.printed, self.schedule)
-        return self._counted or object_bytes(shown)
+        return self._counted or object_bytes((self.meta, self.sample_stats, self.metrics, self.printed, self.schedule))
 
     @property
     def group_uids(self) -> tuple[str, ...]:

@@ -230,8 +230,7 @@ class RolloutWorker:
             for result in restored:
                 yield (result.counted(),)
             if groups:
-                found = self._rollout(groups, version=version, partition_id=partition_id, engine=engine, share=share)
-                yield from found
+                yield from self._rollout(groups, version=version, partition_id=partition_id, engine=engine, share=share)
         except Exception as error:
             if not self._spec.grpo.samples_ahead:
                 raise
