@@ -38,6 +38,7 @@ from benchmarks.common import Hold, check_figures, environment, figures_table, l
 from benchmarks.driver_step import GROUP, step_config
 from benchmarks.scale_actors import Actors, Engine, PolicyRank, Rollout, rolled_rows
 from benchmarks.scale_workers import WorkersSample, measure_workers, worker_rows_per_s
+from benchmarks.tiny_model import write_random_model
 from nemo_rl.algorithms.batches import BatchSource
 from nemo_rl.algorithms.grpo_sync import GRPOTrainer, TrainerParts
 from nemo_rl.algorithms.losses.policy_loss import build_loss
@@ -443,9 +444,8 @@ def _resident_bytes() -> int:
     return int(pages) * resource.getpagesize()
 
 
-def _measured_workers() -> list[WorkersSample]:
-    with tempfile.TemporaryDirectory(prefix="scale-") as folder:
-        found = [measure_workers(count, Path(folder)) for count in (1, 2)]
+def _measured_workers(folder: Path, model: Path) -> list[WorkersSample]:
+    found = [measure_workers(count, folder, model) for count in (1, 2)]
     if found[0].rewards != found[1].rewards:
         raise RuntimeError(f"the number of rollout workers changes the rewards: {[each.rewards for each in found]}")
     return found
@@ -550,11 +550,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scales, repeats = (QUICK, 1) if given.quick else (SCALES, REPEATS)
     samples = [each for scale in scales for each in measure(scale, repeats=repeats)]
     ledgers = [_in_new_process(rows, leaders) for rows, leaders in (LEDGERS[:1] if given.quick else LEDGERS)]
-    workers = [] if given.quick else _measured_workers()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    submit = submit_us()
-    figures = {**figures_of(samples, submit=submit), "submit_us": submit, "peak_gib": peak, "loop_s": loop_s()}
-    figures["worker_rows_per_s"] = worker_rows_per_s(WORKER_ROWS)
+    with tempfile.TemporaryDirectory(prefix="scale-") as folder:
+        model = write_random_model(Path(folder) / "model")
+        workers = [] if given.quick else _measured_workers(Path(folder), model)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        submit = submit_us()
+        figures = {**figures_of(samples, submit=submit), "submit_us": submit, "peak_gib": peak, "loop_s": loop_s()}
+        figures["worker_rows_per_s"] = worker_rows_per_s(WORKER_ROWS, model)
     if workers:
         figures["rows_per_s_2_workers_over_1"] = workers[1].rows_per_s / workers[0].rows_per_s
     console = Console()

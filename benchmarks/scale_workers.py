@@ -68,9 +68,13 @@ class WorkersSample:
         return {**asdict(self), "rows_per_s": self.rows_per_s}
 
 
-def measure_workers(count: int, folder: Path) -> WorkersSample:
-    """Run the demo with so many rollout workers."""
-    more = (f"experience.num_workers={count}", f"logger.log_dir={folder / str(count)}")
+def measure_workers(count: int, folder: Path, model: Path) -> WorkersSample:
+    """Run the demo with so many rollout workers; logs go below `folder`."""
+    more = (
+        f"policy.model_name={model}",
+        f"experience.num_workers={count}",
+        f"logger.log_dir={folder / str(count)}",
+    )
     config = load_config(ROOT / "configs" / "grpo_sort_cpu.yaml", [*OVERRIDES, *more])
     run(config, console=Console(file=StringIO()))
     rows = [row for row in read_metrics(config.logger.log_dir / METRICS_FILE) if "timing/rollout_s" in row]
@@ -111,10 +115,10 @@ class _InstantEngine(GenerationInterface):
         """Do nothing."""
 
 
-def worker_rows_per_s(rows: int) -> float:
+def worker_rows_per_s(rows: int, model: Path) -> float:
     """Return the rows per processor second that one rollout worker decodes, scores, packs and writes, of rows that an
-    engine gives at once."""
-    config = step_config(rows)
+    engine gives at once; `model` gives the tokenizer."""
+    config = step_config(rows, f"policy.model_name={model}")
     client = build_data_plane_client(DataPlaneConfig(impl="noop"), run_id=f"bench-{uuid.uuid4().hex[:8]}")
     worker = RolloutWorker(RolloutSpec.of(config, now=datetime.now(UTC)), generation=_InstantEngine())
     try:
