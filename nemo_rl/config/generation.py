@@ -159,7 +159,8 @@ class GenerationConfig(Section):
     """The transport of new weights to the engines: `payload` through memory of policy rank 0 on the CPU, `ipc` through
     GPU memory that engine and policy worker share, `broadcast` from policy rank 0 to all, `shards` from every policy
     rank to every rank of the engines, each the parts that it holds and the other one takes; `auto`: on GPUs `ipc`, or
-    `broadcast` to non-colocated engines; else `payload`."""
+    to non-colocated engines `shards` where the policy or an engine has several ranks, else `broadcast`; on CPUs
+    `payload`."""
     refit_buffer_ratio: Probability = 0.3
     """Most of the free memory (of the GPU with `ipc`, else RAM) that the buckets of a refit take."""
     sleep_level: Literal[0, 1, 2] | None = None

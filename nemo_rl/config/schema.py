@@ -145,4 +145,10 @@ class MasterConfig(Section):
             return chosen
         if self.cluster.gpus_per_node == 0 or self.cluster.launcher == "local":
             return "payload"
-        return "ipc" if self.policy.generation.colocated.enabled else "broadcast"
+        if self.policy.generation.colocated.enabled:
+            return "ipc"
+        sends_whole = self.policy.generation.refit_delta.enabled or (
+            self.policy.lora.enabled and not self.policy.lora.is_native
+        )
+        several = self.cluster.num_workers > 1 or self.policy.generation.ranks_per_engine > 1
+        return "shards" if several and not sends_whole else "broadcast"

@@ -4,7 +4,8 @@ A model's own loaders run over placeholders of its weights. They slice and resha
 and every copy into a parameter tells the part of the weight that it takes: once to record what a rank of an engine
 consumes, and at each refit to put the part that has come into its place. Used by the engines of
 `refit_transport: shards`.
-Invariant: a loader that needs values, or takes something that is no box of the weight, is refused, never guessed.
+Invariant: a loader that needs values, or takes something that is no box of the weight, is refused, never guessed; it
+gets the weight whole (`ShardLoader`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ import torch
 from nemo_rl.errors import WorkerError
 from nemo_rl.models.hf.files import Box
 
-__all__ = ["Placeholder", "PlaceholderView", "WeightSource", "merged_boxes", "placeholder_of"]
+__all__ = ["PartRefused", "Placeholder", "PlaceholderView", "WeightSource", "merged_boxes", "placeholder_of"]
 
 _Strided = list[tuple[int, int]]
 """Size and stride of dims, in elements."""
+
+
+class PartRefused(WorkerError):
+    """A loader needs more of a weight than a box of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +45,7 @@ class PlaceholderView:
         """Return the part of the weight that the view shows.
 
         Raises:
-            WorkerError: its elements are no box.
+            PartRefused: its elements are no box.
         """
         first = self.meta.storage_offset()
         dims = [(n, int(stride)) for n, stride in zip(self.meta.shape, self.meta.stride(), strict=True) if n > 1]
@@ -170,12 +175,8 @@ def _on_meta(first: Placeholder, func: Callable[..., Any], args: Sequence[Any], 
     return wrapped(result)
 
 
-def _refused(name: str, why: str) -> WorkerError:
-    return WorkerError(
-        f"a loader of the engine needs more of {name} than a part of it: {why}; set "
-        "policy.generation.refit_transport=auto",
-        stage="refit",
-    )
+def _refused(name: str, why: str) -> PartRefused:
+    return PartRefused(f"a loader of the engine needs more of {name} than a part of it: {why}", stage="refit")
 
 
 def _name_of(func: Callable[..., Any]) -> str:

@@ -2,11 +2,13 @@
 
 The loaders run over placeholders, once to record the parts (`record`), and at each refit to copy what has come. Held
 besides the buffers are the parts of weights that the loaders still keep. Invariant: a weight is handed over when all of
-its parts are there, and its fingerprint is of what then lies in the parameters of the engine.
+its parts are there, and its fingerprint is of what then lies in the parameters of the engine; of a weight that a loader
+takes whole, because it computes with it, it is of what was handed over.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,11 +16,19 @@ import torch
 
 from nemo_rl.models.hf.files import Box
 from nemo_rl.models.weight_sync.buckets import WeightSlot
-from nemo_rl.models.weight_sync.placeholder import PlaceholderView, WeightSource, merged_boxes, placeholder_of
+from nemo_rl.models.weight_sync.placeholder import (
+    PartRefused,
+    PlaceholderView,
+    WeightSource,
+    merged_boxes,
+    placeholder_of,
+)
 from nemo_rl.models.weight_sync.receipt.fingerprint import PartFingerprints, summed
 from nemo_rl.models.weight_sync.shard_plan import Boxes
 
 __all__ = ["PartPrints", "ShardLoader", "joined_prints"]
+
+logger = logging.getLogger(__name__)
 
 PartPrints = Mapping[str, Mapping[Box, int]]
 """Name of a weight -> hash of each of its boxes."""
@@ -39,24 +49,28 @@ class ShardLoader:
 
     device: torch.device
     load: Callable[[str, torch.Tensor], None]
-    """The engine's own loading of a weight, by its Hugging Face name; it may keep the tensor."""
+    """The engine's own loading of a placeholder, or of a weight, by its Hugging Face name; it may keep the tensor."""
     _boxes: dict[str, tuple[Box, ...]] = field(default_factory=dict)
+    _whole: set[str] = field(default_factory=set)
+    """Weights whose loaders refuse a placeholder."""
     _open: dict[str, _Parts] = field(default_factory=dict)
     _prints: PartFingerprints = field(default_factory=PartFingerprints)
 
     def record(self, slots: Sequence[WeightSlot]) -> Boxes:
-        """Return the boxes that the loaders take of each weight; the engine's weights stay as they are.
-
-        Raises:
-            WorkerError: a loader needs values, or takes something that is no box.
-        """
+        """Return the boxes that the loaders take of each weight, all of it where they need its values or no box; the
+        engine's weights stay as they are."""
         taken: dict[str, list[Box]] = {slot.name: [] for slot in slots}
 
         def note(_: torch.Tensor, view: PlaceholderView) -> None:
             taken[view.name].append(view.box)
 
         for slot in slots:
-            self.load(slot.name, placeholder_of(self._source(slot, note)))
+            try:
+                self.load(slot.name, placeholder_of(self._source(slot, note)))
+            except PartRefused as error:
+                logger.info("refit: this rank gets a weight whole: %s", error)
+                taken[slot.name] = [Box.whole(slot.shape)]
+                self._whole.add(slot.name)
         self._boxes = {name: merged_boxes(boxes) for name, boxes in taken.items()}
         return list(self._boxes.values())
 
@@ -82,6 +96,11 @@ class ShardLoader:
         parts.missing -= box.count
         if not parts.missing:
             del self._open[slot.name]
+            if slot.name in self._whole:
+                [(whole, weight)] = parts.tensors.items()
+                self._prints.add(slot.name, whole, weight, shape=slot.shape)
+                self.load(slot.name, weight)
+                return
 
             def fill(target: torch.Tensor, view: PlaceholderView) -> None:
                 self._fill(target, view, parts.tensors)

@@ -393,11 +393,7 @@ class RefitTarget(ABC):
 
     def report_parts(self, slots: tuple[WeightSlot, ...], kind: Literal["weights", "adapter"]) -> tuple[Boxes, ...]:
         """Return the boxes of each weight that each rank of this engine takes, or those of an adapter; asked after
-        `match_refit` or `match_adapter`, once in the life of a plan.
-
-        Raises:
-            WorkerError: a loader of the engine takes something else than boxes.
-        """
+        `match_refit` or `match_adapter`, once in the life of a plan."""
         raise NotImplementedError(f"{type(self).__name__} takes no parts; set policy.generation.refit_transport=auto")
 
     def take_parts(self, parts: tuple[ShardPart, ...], kind: Literal["weights", "adapter"]) -> None:

@@ -11,7 +11,15 @@ from nemo_rl.config.backends import OptimizerConfig, SchedulerConfig
 from nemo_rl.config.load import load_config
 from nemo_rl.config.yaml_text import to_yaml
 from nemo_rl.errors import ConfigError
-from tests.helpers.refused_configs import ACCEPTED_LOSSES, LOCAL, REFUSED_CLUSTERS, REFUSED_LOSSES, REFUSED_REWARDS
+from tests.helpers.refused_configs import (
+    ACCEPTED_LOSSES,
+    APART,
+    GPUS,
+    LOCAL,
+    REFUSED_CLUSTERS,
+    REFUSED_LOSSES,
+    REFUSED_REWARDS,
+)
 from tests.helpers.refused_distillation import ACCEPTED_DISTILLATION, REFUSED_DISTILLATION
 from tests.helpers.refused_megatron import ACCEPTED_BY_MEGATRON, REFUSED_BY_MEGATRON
 from tests.helpers.refused_rollouts import ACCEPTED_ROLLOUTS, REFUSED_ROLLOUTS
@@ -368,6 +376,23 @@ def test_one_key_turns_validation_off_whatever_a_parent_asked_for(tmp_path: Path
 @pytest.mark.parametrize("overrides", ACCEPTED_BY_MEGATRON)
 def test_combinations_that_work_with_megatron_are_accepted(overrides: tuple[str, ...]) -> None:
     load_config(MEGATRON_TP2, overrides)
+
+
+APART_GPUS = (*GPUS, APART, "policy.generation.colocated.gpus_per_node=2")
+TRANSPORTS = {
+    "on CPUs": ((), "payload"),
+    "on shared GPUs": (GPUS, "ipc"),
+    "to GPUs apart": (APART_GPUS, "shards"),
+    "one rank each": ((*APART_GPUS, "cluster.gpus_per_node=1"), "broadcast"),
+    "deltas": ((*APART_GPUS, "policy.generation.refit_delta.enabled=true"), "broadcast"),
+    "a merged adapter": ((*APART_GPUS, "policy.lora.enabled=true", "policy.lora.serve=merged"), "broadcast"),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_auto_takes_the_transport_that_fits(name: str) -> None:
+    overrides, transport = TRANSPORTS[name]
+    assert load_config(DEMO, list(overrides)).refit_transport == transport
 
 
 @pytest.mark.parametrize(

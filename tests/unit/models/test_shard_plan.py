@@ -91,8 +91,34 @@ REFUSED: dict[str, tuple[Load, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_loader_that_needs_values_is_refused(name: str) -> None:
     load, said = REFUSED[name]
-    with pytest.raises(WorkerError, match=f"(?s)needs more of .* than a part of it.*{said}.*refit_transport=auto"):
+    with pytest.raises(WorkerError, match=f"(?s)needs more of .* than a part of it.*{said}"):
         load(_placeholder(lambda _, view: Box.whole(SHAPE).meet(view.box)))
+
+
+@pytest.mark.parametrize("name", ["values", "several", "every second row"])
+def test_a_weight_that_a_loader_computes_with_comes_whole(name: str) -> None:
+    loaded = dict[str, torch.Tensor]()
+
+    def load(weight_name: str, weight: torch.Tensor) -> None:
+        if weight_name == "computed":
+            REFUSED[name][0](weight)
+            loaded[weight_name] = weight * 2
+        else:
+            loaded[weight_name] = torch.zeros(4, 4).copy_(weight[2:6])
+
+    loader = ShardLoader(torch.device("cpu"), load)
+    slots = tuple(WeightSlot(name=each, dtype="float32", shape=SHAPE) for each in ("computed", "copied"))
+    whole, part = Box.whole(SHAPE), Box(start=(2, 0), size=(4, 4))
+    assert loader.record(slots) == [(whole,), (part,)]
+    loader.begin()
+    values = torch.randn(SHAPE)
+    for box in (whole.along(0, 0, 3), whole.along(0, 3, 5)):
+        loader.place(slots[0], box, box.of(values, held=whole))
+    loader.place(slots[1], part, part.of(values, held=whole))
+    assert torch.equal(loaded["computed"], values * 2) and torch.equal(loaded["copied"], values[2:6])
+    prints = loader.prints()
+    assert joined_prints([{"computed": prints["computed"]}], slots[:1]) == fingerprints([("computed", values)])
+    assert set(prints["copied"]) == {part}
 
 
 def test_boxes_of_neighbouring_experts_are_merged() -> None:

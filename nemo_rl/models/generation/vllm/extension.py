@@ -115,7 +115,7 @@ class RankRefit:
         self._receiver.receive_shards(kind, place=self._shards.place)
 
     def _take_part(self, name: str, weight: torch.Tensor) -> None:
-        """Give a placeholder of a weight to vLLM's loaders."""
+        """Give a placeholder of a weight, or the weight, to vLLM's loaders."""
         first = self._first[name]
         if first not in self._taken:
             self._taken.add(first)
