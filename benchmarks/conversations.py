@@ -150,7 +150,9 @@ def measure(setting: Setting) -> tuple[TimedRollout, ...]:
         stack.callback(parts.shutdown)
         engine.prepare_for_generation()
         assert parts.conversations is not None, "the recipe has conversations"
-        prompts = build_prompt_sets(config.data, tokenizer, now=None, tools=parts.environment.schemas)[0].prompts
+        prompts = build_prompt_sets(config.data, tokenizer, now=None, tools=parts.environment.schemas)[
+            "data.train"
+        ].prompts
         sampling = sampling_params(config.policy.generation, stop_ids, is_validation=False)
         tasks = [
             GroupTask(

@@ -279,7 +279,7 @@ class Rollout(_Worker):
         self._client, self._size, self._num_prompts, self._held = client, group_size, num_prompts, held
 
     def describe(self) -> RolloutInfo:
-        return RolloutInfo(num_train_prompts=self._num_prompts, num_val_prompts=0, num_skipped_prompts=0)
+        return RolloutInfo(num_train_prompts=(self._num_prompts,), num_val_prompts=0, num_skipped_prompts=0)
 
     def rollout(
         self, groups: list[GroupRequest], *, partition_id: str, **_: object

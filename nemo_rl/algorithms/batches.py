@@ -23,7 +23,7 @@ from nemo_rl.algorithms.grpo import counted_rows, score_rows
 from nemo_rl.algorithms.stages.columns import PARTITION, ROLLOUT
 from nemo_rl.algorithms.stages.stage import StepState, begin_step
 from nemo_rl.config.grpo import GRPOConfig
-from nemo_rl.data.sampler import PromptSampler, SampledPrompt
+from nemo_rl.data.sampler import PromptStream, SampledPrompt
 from nemo_rl.data_plane.client.link import CLEAR, stage_context
 from nemo_rl.data_plane.factory import cleared_after_error
 from nemo_rl.data_plane.interfaces import DataPlaneClient
@@ -159,7 +159,7 @@ class RolloutParts:
     config: GRPOConfig
     client: DataPlaneClient
     rollout: RolloutHandle
-    sampler: PromptSampler
+    sampler: PromptStream
     """Drawn from by the source alone."""
     weight_version: Callable[[], int]
     """Version of the weights that the engines hold."""

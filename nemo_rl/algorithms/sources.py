@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from nemo_rl.config.data import DataConfig
 from nemo_rl.config.data_plane import DurableConfig
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.data.sampler import PromptSampler
+from nemo_rl.data.mixture import MixedSource, Phase, PromptMixture
+from nemo_rl.data.sampler import PromptSampler, PromptStream
 from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.errors import DatasetError
 from nemo_rl.experience.rollout_handle import RolloutHandle
@@ -94,7 +96,7 @@ def build_source(
     return with_durable_groups(source, durable, rollout, info, grpo=config, policy=policy, data=data, saves=saves)
 
 
-def _sampler(config: GRPOConfig, data: DataConfig, info: RolloutInfo) -> PromptSampler:
+def _sampler(config: GRPOConfig, data: DataConfig, info: RolloutInfo) -> PromptStream:
     if info.num_skipped_prompts:
         logger.warning(
             "%d prompts are longer than data.max_input_seq_length=%d and were skipped: %s",
@@ -102,8 +104,28 @@ def _sampler(config: GRPOConfig, data: DataConfig, info: RolloutInfo) -> PromptS
             data.max_input_seq_length,
             "; ".join(info.skipped),
         )
-    if info.num_train_prompts < config.prompts_at_once:
-        raise DatasetError(too_few_prompts(config, info.num_train_prompts))
-    return PromptSampler(
-        info.num_train_prompts, seed=config.seed, shuffle=data.shuffle, max_num_epochs=config.max_num_epochs
-    )
+    if data.train.named:
+        return _mixture(config, data, info.num_train_prompts)
+    [num_prompts] = info.num_train_prompts
+    if num_prompts < config.prompts_at_once:
+        raise DatasetError(too_few_prompts(config, num_prompts))
+    return PromptSampler(num_prompts, seed=config.seed, shuffle=data.shuffle, max_num_epochs=config.max_num_epochs)
+
+
+def _mixture(config: GRPOConfig, data: DataConfig, sizes: Sequence[int]) -> PromptMixture:
+    """
+    Args:
+        sizes: prompts of each source.
+    """
+    named = data.train.named
+    sources = [
+        MixedSource(name=name, first=first, num_prompts=size, max_num_epochs=source.max_num_epochs)
+        for (name, source), first, size in zip(named.items(), accumulate(sizes, initial=0), sizes, strict=False)
+    ]
+    by_size = [size ** (1 / data.mixture.temperature) if data.mixture.by == "size" else 1.0 for size in sizes]
+    phases = []
+    for step in sorted({step for source in named.values() for step in source.weights}):
+        weights = [source.weight_at(step) * size for source, size in zip(named.values(), by_size, strict=True)]
+        shares = tuple(weight / sum(weights) for weight in weights)
+        phases.append(Phase(first=(step - 1) * config.num_prompts_per_step, shares=shares))
+    return PromptMixture(sources, phases, seed=config.seed, shuffle=data.shuffle)

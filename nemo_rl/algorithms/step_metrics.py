@@ -37,6 +37,9 @@ __all__ = [
 ENGINE_SPEED = re.compile(r"rollout/engine_(\d+)/tokens_per_s")
 """A metric that `GenerationReplicas` reports for each of its engines."""
 
+SOURCE_METRICS = "train/source"
+"""Beginning of the names of metrics about sources of prompts."""
+
 ENDINGS = "rollout/ending"
 """Beginning of the names of metrics about endings of conversations."""
 
@@ -87,6 +90,7 @@ def step_metrics(step: StepState) -> dict[str, float]:
     }
     metrics |= {f"{REWARD_METRIC}/{name}": mean_of_scored(part) for name, part in counted.components.items()}
     metrics.update({f"rollout/{name}": value for name, value in values(step.rows.metrics).items()})
+    metrics |= _source_metrics(step)
     metrics |= staleness_metrics(step.rows.weight_versions, policy_version=step.policy_version)
     metrics |= pack_metrics("train", plan) | pack_metrics("logprob", logprob_plan)
     if step.measured is not None:
@@ -102,6 +106,28 @@ def _reward_metrics(counted: SampleStats) -> dict[str, float]:
     if not len(counted):
         return {}
     return {REWARD_METRIC: float(np.mean(counted.rewards)), "train/reward_std": float(np.std(counted.rewards))}
+
+
+def _source_metrics(step: StepState) -> dict[str, float]:
+    """Return the mean reward, the rows, and the trained rows and response tokens of each source of prompts, where there
+    are several."""
+    sources = {uid: draw.source for uid, draw in zip(step.uids, step.drawn, strict=True)}
+    names = sorted(set(sources.values()) - {""})
+    if not names:
+        return {}
+    stats, uids = step.rows.sample_stats, step.rows.group_uids
+    of_rows = np.array([sources[uid] for uid in uids])
+    trained = np.zeros(len(uids), dtype=bool)
+    trained[list(() if step.chosen is None else step.chosen.rows)] = True
+    metrics: dict[str, float] = {}
+    for name in names:
+        rows, prefix = np.flatnonzero(of_rows == name), f"{SOURCE_METRICS}/{name}"
+        counted = counted_rows(stats.select(rows.tolist()), [uids[row] for row in rows])
+        metrics |= {f"{prefix}/{key.removeprefix('train/')}": value for key, value in _reward_metrics(counted).items()}
+        metrics[f"{prefix}/rows"] = float(len(rows))
+        metrics[f"{prefix}/trained_rows"] = float(trained[rows].sum())
+        metrics[f"{prefix}/trained_tokens"] = float(stats.response_lengths[rows[trained[rows]]].sum())
+    return metrics
 
 
 def _mean(values: np.ndarray) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -66,6 +66,9 @@ class Section(BaseModel):
     A key that Python reserves has an attribute with another name, and the key as its alias: `grpo.async` is
     `config.grpo.async_`.
     """
+
+    NAMED: ClassVar[type[Section] | None] = None
+    """Class of sections that stand in this one under names of the user's; None: there are none."""
 
     model_config = ConfigDict(
         frozen=True,

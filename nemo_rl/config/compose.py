@@ -33,6 +33,7 @@ READ = (
     "policy.model_name",
     "policy.tokenizer.name",
     "data.train.data_path",
+    "data.train.*.data_path",
     "data.validation.data_path",
     "data.validation_sets.*.data_path",
     "diagnostics.tracer.artifacts",

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base import FilePath, Options, Section, Text
 from nemo_rl.config.parts import DATASETS
 
-__all__ = ["DATASETS_WITH_IMAGES", "MAIN_SET", "DataConfig", "DatasetConfig", "ExtraColumn"]
+__all__ = [
+    "DATASETS_WITH_IMAGES",
+    "MAIN_SET",
+    "SHARED_KEYS",
+    "DataConfig",
+    "DatasetConfig",
+    "ExtraColumn",
+    "MixtureConfig",
+    "SourceConfig",
+    "TrainConfig",
+]
 
 
 class DatasetConfig(Section):
@@ -64,6 +76,84 @@ class DatasetConfig(Section):
         return self.image_key is not None or self.dataset_name in DATASETS_WITH_IMAGES
 
 
+class SourceConfig(DatasetConfig):
+    """One of several sources of training prompts."""
+
+    weight: NonNegativeFloat = 1.0
+    """Share of this source among the prompts that are drawn, against the weights of the others; see `data.mixture`."""
+    schedule: dict[Annotated[str, Field(pattern=r"^[1-9][0-9]{0,11}$")], NonNegativeFloat] = Field(default_factory=dict)
+    """Weights that take the place of `weight` from a step on, by its number. A step is `grpo.num_prompts_per_step`
+    prompts of the stream."""
+    max_num_epochs: PositiveInt | None = None
+    """Passes over the prompts of this source, after which the run ends; null: it begins anew each time."""
+
+    @property
+    def weights(self) -> dict[int, float]:
+        """Return the weights by the step from which on they hold, the first one from step 1 on."""
+        return {1: self.weight, **{int(step): weight for step, weight in self.schedule.items()}}
+
+    def weight_at(self, step: int) -> float:
+        """Return the weight in a step, counted from 1."""
+        return self.weights[max(first for first in self.weights if first <= step)]
+
+
+SHARED_KEYS = (
+    "input_key",
+    "output_key",
+    "unreadable",
+    "image_key",
+    "system_prompt",
+    "prompt_template",
+    "apply_chat_template",
+)
+"""Keys of `data.train` that hold for each of several sources that does not set them itself."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+class TrainConfig(DatasetConfig):
+    """Training prompts: the keys of one source, or several sources by name."""
+
+    NAMED = SourceConfig
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, SourceConfig] = Field(init=False)
+
+    @property
+    def named(self) -> dict[str, SourceConfig]:
+        """Return the sources by name; none where the section is itself the only one."""
+        return dict(self.__pydantic_extra__)
+
+    @model_validator(mode="after")
+    def _share_keys(self) -> Self:
+        for name, source in self.named.items():
+            if not _NAME.fullmatch(name):
+                raise PydanticCustomError(
+                    "source_name",
+                    "names of sources made of letters, digits, hyphens and underscores ({name})",
+                    {"name": repr(name)},
+                )
+            shared = {key: getattr(self, key) for key in SHARED_KEYS if key not in source.model_fields_set}
+            self.__pydantic_extra__[name] = source.model_copy(update=shared)
+        return self
+
+
+def _as_train(given: object) -> object:
+    """Take the section of one source, made in Python, as it is."""
+    is_one = isinstance(given, DatasetConfig) and not isinstance(given, TrainConfig)
+    return dict(given) if is_one else given  # type: ignore[call-overload]
+
+
+class MixtureConfig(Section):
+    """Shares of several sources of training prompts. For every number of prompts that have been drawn, each source has
+    its share of them to less than one prompt."""
+
+    by: Literal["weight", "size"] = "weight"
+    """`weight`: shares are those of the weights; `size`: weights times numbers of prompts."""
+    temperature: PositiveFloat = 1.0
+    """With `by: size`, numbers of prompts are raised to the power of 1 / temperature: 1 draws each prompt equally
+    often, a large temperature draws from each source equally often."""
+
+
 class ExtraColumn(Section):
     """A column of the rollout's rows besides the fields of the library; see docs/data_plane.md."""
 
@@ -92,7 +182,10 @@ SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 class DataConfig(Section):
     """Prompts for training and validation."""
 
-    train: DatasetConfig = Field(default_factory=DatasetConfig)
+    train: Annotated[TrainConfig, BeforeValidator(_as_train)] = Field(default_factory=TrainConfig)
+    """The keys of one source, or sections of several sources by name (`data.train.math.dataset_name`), each with the
+    keys of one and `weight`, `schedule` and `max_num_epochs`; see docs/data.md."""
+    mixture: MixtureConfig = Field(default_factory=MixtureConfig)
     validation: DatasetConfig | None = None
     """Held-out prompts; texts that also occur here are removed from the training prompts. Null turns all
     validation off, whatever `grpo` says of it."""
@@ -117,6 +210,22 @@ class DataConfig(Section):
     loss of your own reads."""
 
     @property
+    def sources(self) -> dict[str, DatasetConfig]:
+        """Return the sources of training prompts by the dotted path of their sections."""
+        named = {self.train_key(name): source for name, source in self.train.named.items()}
+        return {**named} or {self.train_key(""): self.train}
+
+    @property
+    def sections(self) -> dict[str, DatasetConfig]:
+        """Return all sources of prompts by the dotted path of their sections, those of training first."""
+        return self.sources | {self.held_out_key(name): source for name, source in self.held_out.items()}
+
+    @staticmethod
+    def train_key(name: str) -> str:
+        """Return the dotted path of a source of training prompts; of the only one for an empty name."""
+        return f"data.train.{name}" if name else "data.train"
+
+    @property
     def held_out(self) -> dict[str, DatasetConfig]:
         """Return every validation set by name, the main one first; none where `validation` is null."""
         return {} if self.validation is None else {MAIN_SET: self.validation, **self.validation_sets}
@@ -124,7 +233,7 @@ class DataConfig(Section):
     @property
     def has_images(self) -> bool:
         """Return whether prompts of some set may have images."""
-        return any(source.has_images for source in (self.train, *self.held_out.values()))
+        return any(source.has_images for source in self.sections.values())
 
     @staticmethod
     def held_out_key(name: str) -> str:

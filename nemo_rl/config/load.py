@@ -211,8 +211,10 @@ def _translate(
 
 def _describe(recipe: Recipe, path: tuple[str, ...], details: Sequence[ErrorDetails]) -> tuple[str, list[str]]:
     first = details[0]
-    if first["type"] == "extra_forbidden":
-        place = place_of(path)
+    place = place_of(path)
+    # Where names of the user's stand beside keys, what is no section is a key that was misspelt.
+    is_no_name = first["type"] == "model_type" and place.is_known and place.field is None and place.candidates
+    if first["type"] == "extra_forbidden" or is_no_name:
         hint = suggest_path(path, place.candidates, recipe.tree)
         quoted = hint.split("'")[1::2]
         return f"unknown key{hint}", [".".join((*path[:-1], name)) if "." not in name else name for name in quoted]

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from nemo_rl.config.base import keys_of
+from nemo_rl.config.base import Section, keys_of
 from nemo_rl.config.parts import PluginKind
 from nemo_rl.config.schema import MasterConfig
 
@@ -26,6 +26,7 @@ __all__ = [
     "drop",
     "iter_fields",
     "lookup",
+    "named_class",
     "place_of",
     "put",
     "section_class",
@@ -59,14 +60,23 @@ def section_class(annotation: object) -> type[BaseModel] | None:
     return None
 
 
+def named_class(section: type[BaseModel]) -> type[Section] | None:
+    """Return the class of the sections that have names of the user's in this one; see `Section.NAMED`."""
+    return section.NAMED if issubclass(section, Section) else None
+
+
 def place_of(path: Sequence[str]) -> SchemaPlace:
     """Follow `path` from the root of the schema."""
     section: type[BaseModel] = MasterConfig
     for index, name in enumerate(path):
         field = keys_of(section).get(name)
-        if field is None:
-            return SchemaPlace(is_known=False, unknown_at=index, candidates=tuple(keys_of(section)))
         is_last = index == len(path) - 1
+        if field is None:
+            named, candidates = named_class(section), tuple(keys_of(section))
+            if named is None or is_last:
+                return SchemaPlace(is_known=named is not None, unknown_at=index, candidates=candidates)
+            section = named
+            continue
         if is_last:
             return SchemaPlace(is_known=True, field=field)
         inner = section_class(field.annotation)

@@ -175,8 +175,9 @@ def build_prompt_sets(
     max_rows: int | None = None,
     tools: Sequence[Mapping[str, object]] = (),
     pictures: EncodesPictures | None = None,
-) -> tuple[PromptSet, Mapping[str, PromptSet]]:
-    """Return the training prompts, and the held-out ones by the name of their set; a held-out text is not trained on.
+) -> dict[str, PromptSet]:
+    """Return the prompts of every source by the dotted path of its section, those of training first; a held-out text is
+    not trained on.
 
     Args:
         now: the time that a chat template sees; None: that of the clock.
@@ -189,9 +190,18 @@ def build_prompt_sets(
     """
     held_out = load_held_out(cfg, tokenizer, now=now, max_rows=max_rows, tools=tools, pictures=pictures)
     texts = frozenset(prompt.identity for prompts in held_out.values() for prompt in prompts.prompts)
-    encoder = _encoder(cfg.train, tokenizer, now, tools, pictures)
-    train = load_prompts(cfg.train, encoder, limits=cfg, where="data.train", exclude=texts, max_rows=max_rows)
-    return train, held_out
+    found = {
+        where: load_prompts(
+            source,
+            _encoder(source, tokenizer, now, tools, pictures),
+            limits=cfg,
+            where=where,
+            exclude=texts,
+            max_rows=max_rows,
+        )
+        for where, source in cfg.sources.items()
+    }
+    return found | {cfg.held_out_key(name): prompts for name, prompts in held_out.items()}
 
 
 def load_held_out(

@@ -7,12 +7,13 @@ ordinal, its place in the stream, which decides the seeds of the rows that are s
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nemo_rl.errors import CheckpointError, DatasetError
 
-__all__ = ["PromptSampler", "SampledPrompt"]
+__all__ = ["PromptSampler", "PromptStream", "SampledPrompt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +24,67 @@ class SampledPrompt:
     """Its place in the stream, counted from 0 over all epochs."""
     prompt: int
     """Its number in the training set."""
+    source: str = ""
+    """Name of the source that has it; empty where there is one alone."""
 
 
-class PromptSampler:
+class PromptStream(ABC):
+    """A stream of prompts: a draw is a function of its ordinal."""
+
+    @property
+    @abstractmethod
+    def is_exhausted(self) -> bool:
+        """Return True when fewer prompts are left than the last draw took."""
+
+    @abstractmethod
+    def has(self, count: int) -> bool:
+        """Return whether `next` would give so many."""
+
+    @abstractmethod
+    def next(self, count: int) -> list[SampledPrompt]:
+        """Return the next `count` prompts.
+
+        Raises:
+            DatasetError: there are fewer.
+        """
+
+    @property
+    @abstractmethod
+    def ordinal(self) -> int:
+        """Return the ordinal of the next draw."""
+
+    @abstractmethod
+    def position_of(self, ordinal: int) -> dict[str, int]:
+        """Return the entries of `state_dict` with which the next draw has this ordinal."""
+
+    @abstractmethod
+    def draw(self, ordinal: int) -> SampledPrompt:
+        """Return the draw at any place of the stream."""
+
+    def at(self, ordinal: int) -> SampledPrompt:
+        """Return the draw at a place of the stream that has been passed.
+
+        Raises:
+            CheckpointError: the stream has not come so far.
+        """
+        if not 0 <= ordinal < self.ordinal:
+            raise CheckpointError(f"data position: expected an ordinal that was drawn before, got {ordinal}")
+        return self.draw(ordinal)
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, object]:
+        """Return the position of the next draw, and the meaning of that position."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue where `state_dict` was taken.
+
+        Raises:
+            CheckpointError: the state belongs to other data, another seed or order.
+        """
+
+
+class PromptSampler(PromptStream):
     """Draws prompt numbers `0 .. num_prompts - 1`, each once per epoch.
 
     Args:
@@ -103,17 +162,7 @@ class PromptSampler:
         epoch, position = divmod(ordinal, self._num_prompts)
         return SampledPrompt(ordinal, self._order_of(epoch)[position])
 
-    def at(self, ordinal: int) -> SampledPrompt:
-        """Return the draw at a place of the stream that has been passed.
-
-        Raises:
-            CheckpointError: the stream has not come so far.
-        """
-        if not 0 <= ordinal < self.ordinal:
-            raise CheckpointError(f"data position: expected an ordinal that was drawn before, got {ordinal}")
-        return self.draw(ordinal)
-
-    def state_dict(self) -> dict[str, int | bool]:
+    def state_dict(self) -> dict[str, object]:
         """Return the position of the next draw, and the meaning of that position."""
         return {
             "epoch": self._epoch,

@@ -117,8 +117,7 @@ def drop_unreadable(
     Raises:
         DatasetError: no row of a set is left.
     """
-    sections = {"data.train": data.train, **{data.held_out_key(name): each for name, each in data.held_out.items()}}
-    found = dict(sets)
+    sections, found = data.sections, dict(sets)
     for where, prompts in sets.items():
         if sections[where].unreadable != "drop" or not isinstance(environment, ChecksAnswers):
             continue

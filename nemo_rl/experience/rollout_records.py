@@ -27,7 +27,8 @@ WEIGHT_VERSION = "weight_version"
 class RolloutInfo:
     """The data that the rollout worker has loaded."""
 
-    num_train_prompts: int
+    num_train_prompts: tuple[int, ...]
+    """Of each source, in the order of the recipe; they are numbered through."""
     num_val_prompts: int
     num_skipped_prompts: int
     """Prompts longer than `data.max_input_seq_length`, left out."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from nemo_rl.config.data_plane import DurableConfig
-from nemo_rl.data.datasets import Prompt, PromptSet, build_prompt_sets
+from nemo_rl.data.datasets import Prompt, build_prompt_sets
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.data_plane.address import DataPlaneAddress
 from nemo_rl.data_plane.client.operation_counts import Totals
@@ -104,26 +104,22 @@ class RolloutWorker:
         )
         self._pictures, self._image_specs = self._parts.pictures, image_specs(spec.data, spec.policy)
         try:
-            train, held_out = build_prompt_sets(
+            sets = build_prompt_sets(
                 spec.data,
                 self._tokenizer,
                 now=spec.now,
                 tools=self._parts.environment.schemas,
                 pictures=self._pictures.encoder,
             )
-            self._train, self._held_out = train, held_out
-            sets = drop_unreadable(spec.data, self._parts.environment.scorer, self._sets)
-            self._train = sets["data.train"]
-            self._held_out = {name: sets[spec.data.held_out_key(name)] for name in held_out}
+            self._sets = drop_unreadable(spec.data, self._parts.environment.scorer, sets)
+            self._train = tuple(prompt for where in spec.data.sources for prompt in self._sets[where].prompts)
             self._answers = AnswerCheck(self._parts.environment.scorer, self._sets)
             if not self._answers.look():
                 self._answers.go_on()
         except BaseException:
             self._parts.shutdown()
             raise
-        self._lines = LineWriter(
-            self._tokenizer, prompts=self._train.prompts, extras=extra_specs(spec.data.extra_columns)
-        )
+        self._lines = LineWriter(self._tokenizer, prompts=self._train, extras=extra_specs(spec.data.extra_columns))
         self._sampling = sampling_params(spec.policy.generation, self._stop_ids, is_validation=False)
         self._scorer = None
         if self._parts.environment.scorer is not None:
@@ -135,7 +131,7 @@ class RolloutWorker:
             is_accuracy=spec.env.is_accuracy,
             sampler=self._parts.sampler_of(self._sampling),
             tokenizer=self._tokenizer,
-            sets=self._held_out,
+            sets={name: self._sets[spec.data.held_out_key(name)] for name in spec.data.held_out},
         )
         self._client: DataPlaneClient | None = None
         self._routes = RouteWriter(spec.policy.router_replay)
@@ -144,23 +140,18 @@ class RolloutWorker:
         """Version -> digest, of the weights that this run has had; kept with finished groups."""
 
     def describe(self) -> RolloutInfo:
-        sets = self._sets
+        data, sets = self._spec.data, self._sets
         identity = {where: found.digest for where, found in sets.items()}
         identity |= tokenizer_identity(self._tokenizer, stop_ids=self._stop_ids)
         return RolloutInfo(
-            num_train_prompts=len(self._train),
-            num_val_prompts=sum(map(len, self._held_out.values())),
+            num_train_prompts=tuple(len(sets[where]) for where in data.sources),
+            num_val_prompts=sum(len(sets[data.held_out_key(name)]) for name in data.held_out),
             num_skipped_prompts=sum(each.num_skipped_overlong for each in sets.values()),
             skipped=tuple(f"{where}: {line}" for where, found in sets.items() for line in found.skipped),
             identity=identity | {"reward": self._parts.environment.identity},
             prints_the_date=any(found.prints_the_date for found in sets.values()),
             remarks=tuple(line for found in sets.values() for line in found.remarks),
         )
-
-    @property
-    def _sets(self) -> dict[str, PromptSet]:
-        held_out = {self._spec.data.held_out_key(name): found for name, found in self._held_out.items()}
-        return {"data.train": self._train, **held_out}
 
     def setup_data_plane(self, address: DataPlaneAddress) -> None:
         """Attaches this process's client."""
@@ -255,7 +246,11 @@ class RolloutWorker:
         Raises:
             WorkerError: an engine failed, or holds other weights. RewardError: a reward function failed.
         """
-        self._answers.require("data.train", [group.prompt for group in groups])
+        first = 0
+        for where in self._spec.data.sources:
+            end = first + len(self._sets[where])
+            self._answers.require(where, [group.prompt - first for group in groups if first <= group.prompt < end])
+            first = end
         if self._parts.conversations is not None:
             first, step = share
             mine = groups[first::step]
@@ -263,14 +258,14 @@ class RolloutWorker:
             return
         size, replay = self._spec.grpo.num_generations_per_prompt, self._spec.policy.router_replay
         request = GenerationRequest(
-            prompt_ids=tuple(self._train.prompts[group.prompt].ids for group in groups),
+            prompt_ids=tuple(self._train[group.prompt].ids for group in groups),
             seeds=tuple(group.seed + row for group in groups for row in range(size)),
             sampling=self._sampling,
             with_routes=replay.records_at_rollout,
             with_support=self._spec.policy.generation.record_support,
             names=tuple(group.name for group in groups) if self._spec.grpo.samples_ahead else (),
             keys=tuple(keys_of_groups([group.uid for group in groups], size)) if self._spec.names_rows else (),
-            images=self._pictures.of([self._train.prompts[group.prompt] for group in groups]),
+            images=self._pictures.of([self._train[group.prompt] for group in groups]),
         )
         for part, samples in enumerate(self._stream(request, engine, share)):
             check_versions(samples.output, version)
@@ -305,7 +300,7 @@ class RolloutWorker:
         assert conversations is not None, "the recipe has conversations"
         tasks = [
             GroupTask(
-                prompt=self._train.prompts[group.prompt],
+                prompt=self._train[group.prompt],
                 seeds=tuple(range(group.seed, group.seed + size)),
                 sampling=self._sampling,
                 name=group.name if self._spec.grpo.samples_ahead else "",
@@ -339,7 +334,7 @@ class RolloutWorker:
             pad_token_id=int(self._tokenizer.pad_token_id),
             with_versions=self._spec.grpo.samples_ahead,
         )
-        prompt = self._train.prompts[group.prompt]
+        prompt = self._train[group.prompt]
         specs = extra_specs(self._spec.data.extra_columns)
         records = [scored.records[sample] for sample, _, _ in scored.rows]
         self._add_extras(columns, [prompt] * len(rows), columns_of_conversations(records, specs))
@@ -387,7 +382,7 @@ class RolloutWorker:
     ) -> tuple[RolloutResult, ...]:
         """Score groups that have ended and write their columns; `is_first` of the groups of one call of `rollout`."""
         assert self._scorer is not None, "single turns are scored"
-        prompts = [self._train.prompts[group.prompt] for group in groups]
+        prompts = [self._train[group.prompt] for group in groups]
         _, report = self._scorer.score(prompts, output)
         size = len(output.lengths) // len(groups)
         keys = keys_of_groups([group.uid for group in groups], size)
@@ -460,8 +455,8 @@ class RolloutWorker:
 
     def validate(self, task: EvaluationTask) -> ValidationResult:
         """Measures the held-out prompts; see `Evaluator.evaluate`."""
-        for name, found in self._held_out.items():
-            self._answers.require(self._spec.data.held_out_key(name), range(len(found.prompts[: task.max_prompts])))
+        for where in map(self._spec.data.held_out_key, self._spec.data.held_out):
+            self._answers.require(where, range(len(self._sets[where].prompts[: task.max_prompts])))
         return self._evaluator.evaluate(task)
 
     def validate_apart(self, task: EvaluationTask) -> Iterator[ValidationResult]:

@@ -22,6 +22,7 @@ from nemo_rl.algorithms.preflight import model_check
 from nemo_rl.algorithms.run_folder import first_start, model_digest, same_or_refused
 from nemo_rl.algorithms.token_work import TokenEstimator
 from nemo_rl.config.data import DatasetConfig
+from nemo_rl.config.env import EnvConfig
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.parts import (
     ADVANTAGE_ESTIMATORS,
@@ -125,7 +126,7 @@ class Subject:
         """Prompts by the dotted paths of their sections, of large sources the first ones."""
         data = self.config.data
         now = first_start(self.resume_from)
-        train, held_out = build_prompt_sets(
+        return build_prompt_sets(
             data,
             self.tokenizer,
             now=now,
@@ -133,7 +134,6 @@ class Subject:
             tools=self.schemas,
             pictures=encoder_of(self.config.policy, data, self.tokenizer),
         )
-        return {"data.train": train, **{data.held_out_key(name): found for name, found in held_out.items()}}
 
     @cached_property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
@@ -225,17 +225,15 @@ def check_prompts(subject: Subject) -> list[str]:
     data, lines = subject.config.data, list[str]()
     grpo = subject.config.grpo
     if _all_rows_count(subject):
+        if not data.train.named and len(subject.prompt_sets["data.train"]) < grpo.prompts_at_once:
+            lines.append(too_few_prompts(grpo, len(subject.prompt_sets["data.train"])))
         for where, found in subject.prompt_sets.items():
-            if where == "data.train" and len(found) < grpo.prompts_at_once:
-                lines.append(too_few_prompts(grpo, len(found)))
             ids = tuple({token for prompt in found.prompts for token in prompt.ids})
             lines += _unknown_tokens(subject, f"tokens of prompts of {where}", ids)
         return lines
-    sources = [("data.train", data.train, grpo.prompts_at_once)]
-    sources += [(data.held_out_key(name), source, 1) for name, source in data.held_out.items()]
-    for where, source, count in sources:
+    for where, source in data.sections.items():
         try:
-            lines += _first_prompts(subject, source, where, count)
+            lines += _first_prompts(subject, source, where, grpo.prompts_at_once if where == "data.train" else 1)
         except DatasetError as error:
             lines.append(str(error))
     return lines
@@ -279,11 +277,19 @@ def check_reward(subject: Subject) -> list[str]:
 
 
 def _score_nothing(config: MasterConfig, scorer: ProcessEnvironment) -> None:
-    source, env = config.data.train, config.env
-    if _is_too_large(source):
-        return
+    for where, source in config.data.sources.items():
+        if not _is_too_large(source):
+            _score_first(config.env, scorer, source, where)
+
+
+def _score_first(env: EnvConfig, scorer: ProcessEnvironment, source: DatasetConfig, where: str) -> None:
+    """Give the first row of a source an empty response.
+
+    Raises:
+        RewardError: the reward gives no number.
+    """
     try:
-        raw = next(raw_prompts(_first_rows(source, 1), "data.train"), None)
+        raw = next(raw_prompts(_first_rows(source, 1), where), None)
     except DatasetError:
         # The check of the prompts tells it.
         return
@@ -302,7 +308,7 @@ def _score_nothing(config: MasterConfig, scorer: ProcessEnvironment) -> None:
     if env.reward_batch_size is not None:
         form = "(prompts, responses, answers) -> a list with a finite number, or a dict of them, for each"
     raise RewardError(
-        f"{problem}\n  expected: {form}; also for an empty response to the first row of data.train, which it is given "
+        f"{problem}\n  expected: {form}; also for an empty response to the first row of {where}, which it is given "
         "before the run (env.preflight_reward=false leaves this out)"
     )
 
@@ -389,7 +395,7 @@ def _compare(subject: Subject, identity: dict[str, str]) -> None:
 def _all_rows_count(subject: Subject) -> bool:
     """Return whether rows are all read here: nothing else would, and they are not too large to be read for it."""
     data = subject.config.data
-    return subject.is_alone and not any(map(_is_too_large, (data.train, *data.held_out.values())))
+    return subject.is_alone and not any(map(_is_too_large, data.sections.values()))
 
 
 def _is_too_large(source: DatasetConfig) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nemo_rl.config.base import Section
-from nemo_rl.config.data import DatasetConfig
+from nemo_rl.config.data import SHARED_KEYS, DatasetConfig
 from nemo_rl.config.env import program_command
 from nemo_rl.config.parts import (
     ADVANTAGE_ESTIMATORS,
@@ -29,12 +29,41 @@ __all__ = []
 
 
 def rule_dataset_keys_fit_their_kind(config: MasterConfig) -> Iterator[str]:
-    train = config.data.train
-    lines = _dataset_lines(train, "data.train")
-    for name, dataset in config.data.held_out.items():
-        lines += _dataset_lines(dataset, config.data.held_out_key(name))
-    because = "training prompts have no tables"
-    yield from lines + would_be_ignored(train, "data.train", ["category_key"], switch="data.train", because=because)
+    data, because = config.data, "training prompts have no tables"
+    for where, dataset in data.sections.items():
+        yield from _dataset_lines(dataset, where)
+    for where, dataset in data.sources.items():
+        yield from would_be_ignored(dataset, where, ["category_key"], switch=where, because=because)
+
+
+def rule_keys_beside_sources_are_shared(config: MasterConfig) -> Iterator[str]:
+    train, because = config.data.train, "data.train has several sources, each with a data set of its own"
+    if train.named:
+        own = [name for name in DatasetConfig.model_fields if name not in SHARED_KEYS]
+        yield from would_be_ignored(train, "data.train", own, switch="data.train", because=because)
+
+
+def rule_sources_have_shares(config: MasterConfig) -> Iterator[str]:
+    data, grpo, named = config.data, config.grpo, config.data.train.named
+    if not named:
+        names = tuple(type(data.mixture).model_fields)
+        yield from would_be_ignored(
+            data.mixture, "data.mixture", names, switch="data.train", because="data.train is one source"
+        )
+        return
+    if data.mixture.by == "weight":
+        switch = "data.mixture.by"
+        yield from would_be_ignored(
+            data.mixture, "data.mixture", ["temperature"], switch=switch, because=f"{switch} is 'weight'"
+        )
+    if grpo.max_num_epochs is not None:
+        yield (
+            f"grpo.max_num_epochs: {grpo.max_num_epochs} is of one source, and data.train has {', '.join(named)}; set "
+            "it to null, and max_num_epochs of a source that is to end the run"
+        )
+    for step in sorted({step for source in named.values() for step in source.weights}):
+        if not any(source.weight_at(step) for source in named.values()):
+            yield f"data.train.{next(iter(named))}.weight: is 0 at step {step} as those of all sources are; raise one"
 
 
 def _dataset_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
@@ -80,9 +109,7 @@ def _template_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
 def rule_images_need_single_turns_and_dtensor(config: MasterConfig) -> Iterator[str]:
     if not config.data.has_images:
         return
-    data = config.data
-    sources = {"data.train": data.train, **{data.held_out_key(name): source for name, source in data.held_out.items()}}
-    where, source = next((where, source) for where, source in sources.items() if source.has_images)
+    where, source = next((where, source) for where, source in config.data.sections.items() if source.has_images)
     key = f"{where}.{'dataset_name' if source.image_key is None else 'image_key'}"
     if config.experience.conversation.enabled:
         yield f"{key}: prompts have images, and conversations are of text alone; leave one of them out"
@@ -139,11 +166,9 @@ def rule_custom_reward_needs_a_function(config: MasterConfig) -> Iterator[str]:
 def rule_reasoning_gym_reward_needs_its_prompts(config: MasterConfig) -> Iterator[str]:
     if config.env.name != "reasoning_gym":
         return
-    data = config.data
-    datasets = {"data.train": data.train} | {data.held_out_key(name): held for name, held in data.held_out.items()}
     yield from (
         f"{prefix}.dataset_name: env.name 'reasoning_gym' scores reasoning_gym prompts only, got {d.dataset_name!r}"
-        for prefix, d in datasets.items()
+        for prefix, d in config.data.sections.items()
         if d.dataset_name != "reasoning_gym"
     )
 

@@ -39,8 +39,7 @@ def digits(size: int, seed: int, **options: int) -> DatasetConfig:
 
 def test_validation_texts_are_left_out_of_training(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     cfg = DataConfig(train=jsonl(tmp_path / "t", "a", "b", "c"), validation=jsonl(tmp_path / "v", "c", "x", "a"))
-    train, held_out = build_prompt_sets(cfg, tokenizer)
-    validation = held_out["validation"]
+    train, validation = build_prompt_sets(cfg, tokenizer).values()
     assert [(p.index, p.text, p.answer) for p in train.prompts] == [(0, "b", ["b"])]
     assert len(validation) == 3
 
@@ -49,7 +48,7 @@ def test_prompts_hold_their_messages_and_the_tools_that_the_template_prints(tmp_
     case = CASES["qwen3"]
     config = DataConfig(train=jsonl(tmp_path / "t", "a <|im_end|>").model_copy(update={"system_prompt": "be brief"}))
     tool = {"type": "function", "function": {"name": "lookup", "parameters": {}}}
-    [prompt] = build_prompt_sets(config, tokenizer_of(case.name), tools=[tool])[0].prompts
+    [prompt] = build_prompt_sets(config, tokenizer_of(case.name), tools=[tool])["data.train"].prompts
     assert [(message.role, message.content) for message in prompt.messages] == [
         ("system", "be brief"),
         ("user", "a <|im_end|>"),
@@ -62,9 +61,10 @@ def test_prompts_hold_their_messages_and_the_tools_that_the_template_prints(tmp_
 def test_texts_of_every_validation_set_are_left_out_of_training(tmp_path, tokenizer):
     sets = {"one": jsonl(tmp_path / "one", "b"), "two": jsonl(tmp_path / "two", "x", "c")}
     cfg = DataConfig(train=jsonl(tmp_path / "t", "a", "b", "c", "d"), validation=jsonl(tmp_path / "v", "a"))
-    train, held_out = build_prompt_sets(cfg.model_copy(update={"validation_sets": sets}), tokenizer)
-    assert [prompt.text for prompt in train.prompts] == ["d"]
-    assert {name: len(found) for name, found in held_out.items()} == {"validation": 1, "one": 1, "two": 2}
+    found = build_prompt_sets(cfg.model_copy(update={"validation_sets": sets}), tokenizer)
+    assert [prompt.text for prompt in found.pop("data.train").prompts] == ["d"]
+    held_out = {"data.validation": 1, "data.validation_sets.one": 1, "data.validation_sets.two": 2}
+    assert {where: len(prompts) for where, prompts in found.items()} == held_out
 
 
 def test_a_category_is_a_column_of_each_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -77,27 +77,25 @@ def test_a_category_is_a_column_of_each_prompt(tmp_path: Path, tokenizer: PreTra
     ):
         build_prompt_sets(cfg, tokenizer)
     one = cfg.model_copy(update={"validation": held.model_copy(update={"size": 1})})
-    assert [prompt.category for prompt in build_prompt_sets(one, tokenizer)[1]["validation"].prompts] == ["3"]
+    assert [prompt.category for prompt in build_prompt_sets(one, tokenizer)["data.validation"].prompts] == ["3"]
     path.write_text('{"input": "a", "output": "1", "extra": {"level": 3}}\n')
     nested = one.model_copy(update={"validation": held.model_copy(update={"category_key": "extra.level"})})
-    assert [prompt.category for prompt in build_prompt_sets(nested, tokenizer)[1]["validation"].prompts] == ["3"]
+    assert [prompt.category for prompt in build_prompt_sets(nested, tokenizer)["data.validation"].prompts] == ["3"]
     by_length = digits(9, 2, max_digits=2).model_copy(update={"category_key": "digits"})
-    found = build_prompt_sets(cfg.model_copy(update={"validation": by_length}), tokenizer)[1]["validation"]
+    found = build_prompt_sets(cfg.model_copy(update={"validation": by_length}), tokenizer)["data.validation"]
     assert [prompt.category for prompt in found.prompts] == [str(len(str(prompt.answer))) for prompt in found.prompts]
 
 
 def test_generated_validation_prompts_are_avoided_and_the_size_is_kept(tokenizer: PreTrainedTokenizerBase) -> None:
-    train, held_out = build_prompt_sets(
-        DataConfig(train=digits(50, 1, max_digits=2), validation=digits(20, 2, max_digits=2)), tokenizer
-    )
-    validation = held_out["validation"]
+    cfg = DataConfig(train=digits(50, 1, max_digits=2), validation=digits(20, 2, max_digits=2))
+    train, validation = build_prompt_sets(cfg, tokenizer).values()
     assert (len(train), len(validation)) == (50, 20)
     assert not {p.text for p in train.prompts} & {p.text for p in validation.prompts}
 
 
 def test_long_prompts_are_skipped_and_counted_or_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     source = jsonl(tmp_path / "t", "short", "long" * 50, "also short")
-    train, _ = build_prompt_sets(DataConfig(train=source, max_input_seq_length=60), tokenizer)
+    train = build_prompt_sets(DataConfig(train=source, max_input_seq_length=60), tokenizer)["data.train"]
     assert [p.text for p in train.prompts] == ["short", "also short"]
     assert [p.index for p in train.prompts] == [0, 1]
     assert train.num_skipped_overlong == 1
@@ -106,7 +104,7 @@ def test_long_prompts_are_skipped_and_counted_or_refused(tmp_path: Path, tokeniz
         build_prompt_sets(DataConfig(train=source, max_input_seq_length=60, overlong_prompts="error"), tokenizer)
     longest = max(len(p.ids) for p in train.prompts)
     for limit, expected in ((longest, ["short", "also short"]), (longest - 1, ["short"])):
-        fitting, _ = build_prompt_sets(DataConfig(train=source, max_input_seq_length=limit), tokenizer)
+        fitting = build_prompt_sets(DataConfig(train=source, max_input_seq_length=limit), tokenizer)["data.train"]
         assert [p.text for p in fitting.prompts] == expected
 
 
@@ -182,7 +180,7 @@ def test_huggingface_reads_local_files(tmp_path, tokenizer, make):
         output_key="answer",
         size=2,
     )
-    train, _ = build_prompt_sets(DataConfig(train=cfg), tokenizer)
+    train = build_prompt_sets(DataConfig(train=cfg), tokenizer)["data.train"]
     assert [(p.text, p.answer) for p in train.prompts] == [("one", "1"), ("two", "2")]
 
 
@@ -246,7 +244,7 @@ def _of_hub(name: str = HUB_NAME, **keys: object) -> DataConfig:
 
 @pytest.mark.parametrize(("subset", "split"), [("main", "train"), ("main", "test"), ("hard", "train")])
 def test_a_dataset_of_the_hub_is_read_by_name_subset_and_split(hub_cache, tokenizer, subset, split):
-    train, _ = build_prompt_sets(_of_hub(subset=subset, split=split), tokenizer)
+    train = build_prompt_sets(_of_hub(subset=subset, split=split), tokenizer)["data.train"]
     assert [(p.text, p.answer) for p in train.prompts] == [(f"{subset} {split}", "1")]
 
 
@@ -285,7 +283,7 @@ def test_only_the_files_of_a_subset_are_asked_for() -> None:
 def test_reasoning_gym_task_by_name(tokenizer: PreTrainedTokenizerBase) -> None:
     def load(task: str, **options: int) -> list[str]:
         cfg = DatasetConfig(dataset_name="reasoning_gym", task=task, size=5, seed=3, options=options)
-        return [p.text for p in build_prompt_sets(DataConfig(train=cfg), tokenizer)[0].prompts]
+        return [p.text for p in build_prompt_sets(DataConfig(train=cfg), tokenizer)["data.train"].prompts]
 
     texts = load("chain_sum", min_terms=2, max_terms=2)
     assert len(texts) == 5
@@ -360,7 +358,7 @@ def test_all_rows_that_cannot_be_used_are_counted_and_the_first_of_each_kind_nam
 def test_the_digest_of_a_set_is_of_its_rows_and_of_what_is_put_around_them(tmp_path, tokenizer):
     def digest(*texts: str, **keys: object) -> str:
         cfg = jsonl(tmp_path / "t", *texts).model_copy(update=keys)
-        return build_prompt_sets(DataConfig(train=cfg), tokenizer)[0].digest
+        return build_prompt_sets(DataConfig(train=cfg), tokenizer)["data.train"].digest
 
     first = digest("a", "b")
     assert digest("a", "b") == first

@@ -218,7 +218,7 @@ def test_hugging_face_datasets_and_parquet_files_hold_pictures(tmp_path: Path, m
     )
     encoder = processor_for(model, tokenizer)
     config = DataConfig(train=source, max_input_seq_length=200)
-    train, _ = build_prompt_sets(config, tokenizer, pictures=encoder)
+    train = build_prompt_sets(config, tokenizer, pictures=encoder)["data.train"]
     assert [len(prompt.pictures) for prompt in train.prompts] == [1, 2, 0]
     first, second, third = train.prompts
     assert len(second.ids) > len(first.ids) > len(third.ids) and first.identity != second.identity
@@ -243,7 +243,9 @@ def test_a_control_token_beside_a_picture_is_refused(tmp_path: Path, model: Path
         path = tmp_path / "rows.jsonl"
         path.write_text(json.dumps({"input": text, "output": "1", "image": "a.png"}) + "\n")
         config = DataConfig(train=DatasetConfig(data_path=path, image_key="image"), max_input_seq_length=200)
-        return build_prompt_sets(config, tokenizer, pictures=processor_for(model, tokenizer))[0].prompts[0].ids
+        return (
+            build_prompt_sets(config, tokenizer, pictures=processor_for(model, tokenizer))["data.train"].prompts[0].ids
+        )
 
     found = tokenizer.decode(ids("how many"))
     assert found.startswith("<|im_start|>user\n<|vision_start|><|image_pad|>") and "<|vision_end|>how many" in found
@@ -269,7 +271,7 @@ def test_pictures_stand_where_the_text_names_them(tmp_path: Path, model: Path, h
         path.write_text("".join(json.dumps(row) + "\n" for row in given))
         source = DatasetConfig(data_path=path, image_key="images", apply_chat_template=has_template)
         config = DataConfig(train=source, max_input_seq_length=200)
-        return build_prompt_sets(config, tokenizer, pictures=processor_for(model, tokenizer))[0]
+        return build_prompt_sets(config, tokenizer, pictures=processor_for(model, tokenizer))["data.train"]
 
     found = read(("is it <image> or <image>?", ["a.png", "b.png"]), ("how many", ["a.png"]), ("none", []))
     places = [tokenizer.decode(prompt.unexpanded) for prompt in found.prompts]
@@ -294,7 +296,7 @@ def test_a_text_with_another_picture_is_another_prompt(tmp_path: Path, model: Pa
         (tmp_path / f"{number}.png").write_bytes(png(number))
     tokenizer = vision_tokenizer("qwen2_5_vl")
     config = DataConfig(train=source("train.jsonl", 1, 2, 3), validation=source("held_out.jsonl", 2))
-    train, _ = build_prompt_sets(config, tokenizer, pictures=processor_for(model, tokenizer))
+    train = build_prompt_sets(config, tokenizer, pictures=processor_for(model, tokenizer))["data.train"]
     found = [made.digest for prompt in train.prompts for made in prompt.pictures]
     assert found == [Picture.of(tmp_path / f"{number}.png").digest for number in (1, 3)]
 

@@ -170,7 +170,7 @@ def test_a_response_that_sympy_cannot_finish_is_ended() -> None:
 @pytest.mark.parametrize("task", ["chain_sum", "prime_factorization", "propositional_logic"])
 def test_reasoning_gym_scores_its_items_and_survives_odd_texts(task: str) -> None:
     cfg = DatasetConfig(dataset_name="reasoning_gym", task=task, size=4, seed=1)
-    train, _ = build_prompt_sets(DataConfig(train=cfg, max_input_seq_length=5000), build_tokenizer(["a"]))
+    train = build_prompt_sets(DataConfig(train=cfg, max_input_seq_length=5000), build_tokenizer(["a"]))["data.train"]
     prompts = [*train.prompts, *train.prompts]
     gold = [str(p.answer) for p in train.prompts]
     with environment(name="reasoning_gym", score_threshold=1.0, timeout_s=60) as env:
@@ -184,7 +184,7 @@ def test_reasoning_gym_scores_its_items_and_survives_odd_texts(task: str) -> Non
 @pytest.mark.slow
 def test_reasoning_gym_gives_partial_credit_without_a_threshold() -> None:
     cfg = DatasetConfig(dataset_name="reasoning_gym", task="chain_sum", size=1, seed=1)
-    train, _ = build_prompt_sets(DataConfig(train=cfg), build_tokenizer(["a"]))
+    train = build_prompt_sets(DataConfig(train=cfg), build_tokenizer(["a"]))["data.train"]
     gold = str(train.prompts[0].answer)
     with environment(name="reasoning_gym") as env:
         (reward,) = env.score(train.prompts, answered([f"the answer is {gold}"])).rewards
