@@ -122,7 +122,7 @@ def _mixture(config: GRPOConfig, data: DataConfig, sizes: Sequence[int]) -> Prom
         MixedSource(name=name, first=first, num_prompts=size, max_num_epochs=source.max_num_epochs)
         for (name, source), first, size in zip(named.items(), accumulate(sizes, initial=0), sizes, strict=False)
     ]
-    by_size = [size ** (1 / data.mixture.temperature) if data.mixture.by == "size" else 1.0 for size in sizes]
+    by_size = [size ** (1 / data.mixture.size_temperature) if data.mixture.by == "size" else 1.0 for size in sizes]
     phases = []
     for step in sorted({step for source in named.values() for step in source.weights}):
         weights = [source.weight_at(step) * size for source, size in zip(named.values(), by_size, strict=True)]

@@ -123,6 +123,12 @@ class TrainConfig(DatasetConfig):
         """Return the sources by name; none where the section is itself the only one."""
         return dict(self.__pydantic_extra__)
 
+    def without_ignored(self) -> Self:
+        """Return the section as it holds: beside sources with names it has shared keys alone."""
+        own = {name: field.get_default(call_default_factory=True) for name, field in DatasetConfig.model_fields.items()}
+        kept = {name: value for name, value in own.items() if name not in SHARED_KEYS}
+        return self.model_copy(update=kept) if self.named else self
+
     @model_validator(mode="after")
     def _share_keys(self) -> Self:
         for name, source in self.named.items():
@@ -149,7 +155,7 @@ class MixtureConfig(Section):
 
     by: Literal["weight", "size"] = "weight"
     """`weight`: shares are those of the weights; `size`: weights times numbers of prompts."""
-    temperature: PositiveFloat = 1.0
+    size_temperature: PositiveFloat = 1.0
     """With `by: size`, numbers of prompts are raised to the power of 1 / temperature: 1 draws each prompt equally
     often, a large temperature draws from each source equally often."""
 

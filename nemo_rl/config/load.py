@@ -88,7 +88,8 @@ def load_recipe(recipe: Recipe, overrides: Sequence[str] = (), *, with_masked: b
     problems += _rule_problems(recipe, config, broken)
     if problems:
         raise ConfigError(problems)
-    return _with_digests(config)
+    data = config.data.model_copy(update={"train": config.data.train.without_ignored()})
+    return _with_digests(config.model_copy(update={"data": data}))
 
 
 def _with_digests(config: MasterConfig) -> MasterConfig:

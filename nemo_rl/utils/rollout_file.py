@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PROMPT_NUMBER",
+    "PROMPT_SOURCE",
     "ROLLOUTS",
     "TokenTexts",
     "asked_texts",
@@ -140,6 +141,8 @@ def row_texts(tokenizer: Decoder, ids: torch.Tensor, mask: torch.Tensor) -> dict
 
 PROMPT_NUMBER = "number"
 """Key of the number of a row's prompt in the training set."""
+PROMPT_SOURCE = "source"
+"""Key of the name of its source, where there are several."""
 MOST_ANSWER = 2000
 """Characters of a gold answer; the tests of a program can be long."""
 

@@ -179,6 +179,9 @@ def rollouts(
     limit: Annotated[
         int | None, typer.Option("--limit", metavar="K", min=1, help="at most so many rows of a step")
     ] = None,
+    source: Annotated[
+        str | None, typer.Option("--source", metavar="NAME", help="rows of one source of prompts")
+    ] = None,
 ) -> None:
     """Show prompts, responses, rewards, advantages, and the log-probabilities of rollout and trainer token by token.
 
@@ -190,7 +193,7 @@ def rollouts(
     if every_step and found.step is not None:
         raise UserError(f"step {found.step} and --all-steps: expected one of them")
     with boundary(UserError, f"{run}: the rollouts of a run"):
-        shown = choose_rollouts(run, step=found.step, group=group, limit=limit, every_step=every_step)
+        shown = choose_rollouts(run, step=found.step, group=group, limit=limit, every_step=every_step, source=source)
     console = make_console()
     if html is not None:
         with boundary(UserError, f"--html {html}: cannot be written"):

@@ -33,6 +33,7 @@ class ShownGroup:
         span = f" ({min(rewards):.4g} to {max(rewards):.4g})" if min(rewards) != max(rewards) else ""
         ends = (f"{_plain(reason)} {reasons.count(reason)}" for reason in dict.fromkeys(reasons))
         return [
+            *([_plain(self.rows[0].source)] if self.rows[0].source else []),
             rows if len(rewards) == self.num_rows else f"{len(rewards)} of {rows}",
             f"reward {sum(rewards) / len(rewards):.4g}{span}",
             f"ended by {', '.join(ends)}",
@@ -60,7 +61,13 @@ class ShownRollouts:
 
 
 def choose_rollouts(
-    run: Path, *, step: int | None, group: str | None, limit: int | None, every_step: bool = False
+    run: Path,
+    *,
+    step: int | None,
+    group: str | None,
+    limit: int | None,
+    every_step: bool = False,
+    source: str | None = None,
 ) -> ShownRollouts:
     """Return rows of a run's folder.
 
@@ -69,6 +76,7 @@ def choose_rollouts(
         group: a uid or its beginning; None takes all.
         limit: at most so many rows of a step; None shows all.
         every_step: takes all steps that have rollouts.
+        source: name of the source of the prompts; None takes all.
 
     Raises:
         UserError: there are none; the message says what there is.
@@ -82,15 +90,22 @@ def choose_rollouts(
     wanted = steps if every_step else (number,)
     groups, num_rows = [], 0
     for each in wanted:
-        found, count = _of_step(run, each, group=group, limit=limit)
+        found, count = _of_step(run, each, group=group, limit=limit, source=source)
         groups += found
         num_rows += count
     return ShownRollouts(run=run, steps=wanted, groups=tuple(groups), num_rows=num_rows)
 
 
-def _of_step(run: Path, step: int, *, group: str | None, limit: int | None) -> tuple[list[ShownGroup], int]:
+def _of_step(
+    run: Path, step: int, *, group: str | None, limit: int | None, source: str | None
+) -> tuple[list[ShownGroup], int]:
     path = rollout_path(run, step)
     rows = read_rows(path)
+    sources = {row.source for row in rows}
+    if source is not None and source not in sources:
+        there = name_some(sorted(map(_plain, sources - {""}))) or "one source alone"
+        raise UserError(f"--source {source!r}: {path} has rows of {there}")
+    rows = [row for row in rows if source in (None, row.source)]
     # Stable: rows of a group that lie apart come together, groups stay in the order of their first rows.
     order = {uid: at for at, uid in enumerate(dict.fromkeys(row.group for row in rows))}
     rows.sort(key=lambda row: order[row.group])

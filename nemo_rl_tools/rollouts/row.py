@@ -19,6 +19,7 @@ from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.errors import UserError, boundary
 from nemo_rl.utils.console import printable
 from nemo_rl.utils.files import read_plain
+from nemo_rl.utils.rollout_file import PROMPT_SOURCE
 from nemo_rl_tools.rollouts.turns import RowTime, RowTurn, SaidText
 
 __all__ = [
@@ -81,6 +82,8 @@ class RolloutRow:
 
     key: str
     group: str
+    source: str = ""
+    """Name of the source of its prompt; empty where there is one alone."""
     prompt: str
     response: str
     messages: tuple[SaidText, ...] = ()
@@ -156,6 +159,7 @@ class RolloutRow:
         return cls(
             key=key,
             group=str(record.get("group", group_uid(key))),
+            source=str(record.get(PROMPT_SOURCE, "")),
             prompt=str(record["prompt"]),
             response=str(record["response"]),
             messages=tuple(SaidText(who=str(m["role"]), text=str(m["content"])) for m in record.get("messages") or ()),

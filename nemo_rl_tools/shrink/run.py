@@ -244,8 +244,8 @@ def shrink(request: ShrinkRequest, *, console: Console) -> ShrinkReport:
 def _prompt_notes(config: MasterConfig) -> tuple[str, ...]:
     """Open the files of prompts that are here, so that a wrong key shows; raise a DatasetError of theirs."""
     notes = []
-    for key, source in (("data.train", config.data.train), ("data.validation", config.data.validation)):
-        if source is None or source.data_path is None:
+    for key, source in config.data.sections.items():
+        if source.data_path is None:
             continue
         if source.data_path.exists():
             list(islice(raw_prompts(source, key), PROMPTS_READ))

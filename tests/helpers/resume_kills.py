@@ -1,11 +1,12 @@
 """A run that is killed again and again and resumed each time, besides one that is left alone.
 
     python -m tests.helpers.resume_kills [--kills 50] [--saves 20] [--seed 0] [--launcher ray] [--async-save]
-        [--durable]
+        [--durable] [--mixture]
 
 The driver gets SIGKILL at random moments of its life, so many of them while it writes a checkpoint: those kills are
 counted only when they left an unfinished one. With `--durable` every process of the run is killed, steps are saved more
-seldom, and what was sampled since the last checkpoint is taken from files (`data_plane.durable`). After every kill no
+seldom, and what was sampled since the last checkpoint is taken from files (`data_plane.durable`). With `--mixture` the
+prompts are those of three sources, whose weights change on the way. After every kill no
 step that has a checkpoint lacks its line, and at the end all lines are those of the uninterrupted run. Prints a
 summary; exit code 1 when anything differs.
 """
@@ -35,6 +36,16 @@ STEPS_PER_KILL = 3
 """Steps that a life reaches at most before it is killed."""
 DURABLE_SAVE_PERIOD = 3
 """Steps between two checkpoints where groups are kept in files."""
+MIXTURE = {
+    name: {
+        "dataset_name": "sort_digits",
+        "size": size,
+        "seed": size,
+        "options": {"min_digits": 3, "max_digits": 5},
+        **more,
+    }
+    for name, size, more in (("a", 40, {"weight": 3}), ("b", 7, {"weight": 2}), ("c", 23, {"schedule": {"20": 9}}))
+}
 RESTORED = "rollout/restored_groups"
 GONE_S = 120.0
 """Ray's agents outlive a killed driver by up to a minute."""
@@ -70,6 +81,7 @@ class ResumeKills:
         kills: of the driver, `saves` of them during a save.
         async_save: save beside the training, in the run that is killed alone.
         durable: keep finished groups in files, and kill every process.
+        mixture: draw prompts from three sources.
     """
 
     def __init__(
@@ -83,6 +95,7 @@ class ResumeKills:
         seed: int,
         async_save: bool = False,
         durable: bool = False,
+        mixture: bool = False,
     ) -> None:
         self._settings = [f"{name}={value}" for name, value in LAUNCHERS[launcher].items()]
         self._random, self._is_durable = random.Random(seed), durable
@@ -90,14 +103,20 @@ class ResumeKills:
         steps = {"max_num_steps": (STEPS_PER_KILL + 2 * period - 1) * kills + 2}
         saving = {"enabled": True, "save_period": period, "keep_top_k": 2, "metric_name": "train:reward"}
         plane = {"durable": {"path": str(folder / "groups")}} if durable else {}
+        data = {"data": {"train": MIXTURE}} if mixture else {}
         self._recipe = write_recipe(
-            folder / "killed", model, grpo=steps, checkpointing={**saving, "async_save": async_save}, data_plane=plane
+            folder / "killed",
+            model,
+            grpo=steps,
+            checkpointing={**saving, "async_save": async_save},
+            data_plane=plane,
+            **data,
         )
         self._groups = folder / "groups"
         if durable:
             # A group that is sampled beside fewer others then has the same bits.
             self._settings.append("policy.generation.batch_invariant=true")
-        self._whole = write_recipe(folder / "whole", model, grpo=steps, checkpointing=saving)
+        self._whole = write_recipe(folder / "whole", model, grpo=steps, checkpointing=saving, **data)
         self._logs, self._num_steps = folder / "killed" / "logs", steps["max_num_steps"]
         self._saved = self._logs / "checkpoints"
         plan = [True] * saves + [False] * (kills - saves)
@@ -274,6 +293,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--launcher", choices=sorted(LAUNCHERS), default="ray")
     parser.add_argument("--async-save", action="store_true")
     parser.add_argument("--durable", action="store_true")
+    parser.add_argument("--mixture", action="store_true")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

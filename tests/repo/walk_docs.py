@@ -43,6 +43,7 @@ PAGES = (
         "docs/async.md",
         "docs/environments.md",
         "docs/lora.md",
+        "docs/data.md",
         "docs/algorithms.md",
         "docs/model_support.md",
         "docs/vision.md",

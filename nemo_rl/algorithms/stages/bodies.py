@@ -19,6 +19,7 @@ The driver holds keys, lengths, tags and per-row scalars, never a per-token tens
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -36,6 +37,7 @@ from nemo_rl.algorithms.grpo import (
 from nemo_rl.algorithms.stages.columns import ROLLOUT, StageColumns, fetched_fields
 from nemo_rl.algorithms.stages.stage import ChosenRows, Stage, StageTools, StepState, UpdateStage
 from nemo_rl.algorithms.token_work import ADVANTAGE, TokenStatistics, TokenWork, decide_rows, plan_groups, whitening_of
+from nemo_rl.data.sampler import SampledPrompt
 from nemo_rl.data_plane.batch_meta import RowResults
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.link import CLEAR, stage_context
@@ -51,7 +53,7 @@ from nemo_rl.models.policy.interfaces import SQUARED_PROBS, STALENESS
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from nemo_rl.utils.r3_trace import trace_retired
-from nemo_rl.utils.rollout_file import PROMPT_NUMBER, rollout_path, rounded
+from nemo_rl.utils.rollout_file import PROMPT_NUMBER, PROMPT_SOURCE, rollout_path, rounded
 
 __all__ = ["NOT_TRAINED", "LogRollouts", "MeasureRows", "TokenAdvantages", "build_stages", "clear_untrained"]
 
@@ -228,7 +230,7 @@ def _with_advantages(step: StepState, done: RowResults) -> StepState:
 
 
 class LogRollouts(Stage):
-    """The rollout worker writes the first rows for people to read."""
+    """The rollout worker writes the first rows for people to read; as many of each source, where there are several."""
 
     def applies_to(self, step: StepState) -> bool:
         return self._tools.logger.num_rollouts_to_log > 0
@@ -236,11 +238,11 @@ class LogRollouts(Stage):
     def _submit(self, step: StepState) -> Pending[StepState]:
         config, sample_stats, versions = self._tools.logger, step.rows.sample_stats, step.rows.weight_versions
         about = sample_stats.conversations
-        rows = range(min(config.num_rollouts_to_log, len(step.rows.meta)))
+        draws = dict(zip(step.uids, step.drawn, strict=False))
+        rows = _first_rows(step, draws, config.num_rollouts_to_log)
         meta = step.rows.meta.subset(rows)
         scored = self._scored(step, meta)
         known = set(scored.keys) if scored is not None else set()
-        prompts = {uid: drawn.prompt for uid, drawn in zip(step.uids, step.drawn, strict=False)}
         records = [
             row_record(
                 reward=sample_stats.rewards[row],
@@ -254,8 +256,8 @@ class LogRollouts(Stage):
                 "sample_mask": rounded(float(step.scores.sample_mask[row])),
                 "no_weight": step.scores.why_no_weight(row),
                 "weight_version": int(versions[row]),
-                PROMPT_NUMBER: prompts.get(group_uid(meta.keys[row])),
-                "no_prev_logprobs": None if meta.keys[row] in known else self._why_not_scored(step, row),
+                **_asked(draws.get(group_uid(step.rows.meta.keys[row]))),
+                "no_prev_logprobs": None if step.rows.meta.keys[row] in known else self._why_not_scored(step, row),
             }
             for row in rows
         ]
@@ -277,6 +279,29 @@ class LogRollouts(Stage):
         wanted, chosen = set(shown.keys), step.chosen.meta
         found = [row for row, key in enumerate(chosen.keys) if key in wanted]
         return chosen.subset(found) if found else None
+
+
+def _asked(draw: SampledPrompt | None) -> dict[str, object]:
+    """Return the number of a row's prompt, and the name of its source where there are several."""
+    source = {PROMPT_SOURCE: draw.source} if draw is not None and draw.source else {}
+    return {PROMPT_NUMBER: None if draw is None else draw.prompt, **source}
+
+
+def _first_rows(step: StepState, draws: Mapping[str, SampledPrompt], count: int) -> Sequence[int]:
+    """Return so many of the first rows, the same number of each source as far as there are enough.
+
+    Args:
+        draws: of the groups, by their names.
+    """
+    keys = step.rows.meta.keys
+    if not any(draw.source for draw in step.drawn):
+        return range(min(count, len(keys)))
+    seen, places = Counter[str](), list[int]()
+    for key in keys:
+        source = draws[group_uid(key)].source
+        places.append(seen[source])
+        seen[source] += 1
+    return sorted(sorted(range(len(keys)), key=places.__getitem__)[:count])
 
 
 BODIES: Mapping[str, type[Stage]] = {

@@ -54,7 +54,7 @@ def rule_sources_have_shares(config: MasterConfig) -> Iterator[str]:
     if data.mixture.by == "weight":
         switch = "data.mixture.by"
         yield from would_be_ignored(
-            data.mixture, "data.mixture", ["temperature"], switch=switch, because=f"{switch} is 'weight'"
+            data.mixture, "data.mixture", ["size_temperature"], switch=switch, because=f"{switch} is 'weight'"
         )
     if grpo.max_num_epochs is not None:
         yield (

@@ -40,7 +40,24 @@ NO_LOGPROBS = "grpo.use_generation_logprobs_as_prev=true"
 FORCED_RATIO = ("grpo.use_generation_logprobs_as_prev=false", "loss_fn.force_on_policy_ratio=true")
 NAMES_OF_PARTS = ("loss_fn.name", "grpo.adv_estimator.name", "env.name", "policy.generation.backend", "data_plane.impl")
 
+SOURCES = (
+    "data.train.a={dataset_name: sort_digits, size: 50}",
+    "data.train.b={dataset_name: sort_digits, size: 60, seed: 9}",
+)
+
 REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
+    "rule_keys_beside_sources_are_shared": [
+        ((*SOURCES, "data.train.size=9"), "data.train.size: 9 would be ignored, because data.train has several sources")
+    ],
+    "rule_sources_have_shares": [
+        (("data.mixture.by=size",), "data.mixture.by: 'size' would be ignored, because data.train is one source"),
+        ((*SOURCES, "data.mixture.size_temperature=2"), "data.mixture.size_temperature: 2.0 would be ignored"),
+        ((*SOURCES, "grpo.max_num_epochs=2"), "grpo.max_num_epochs: 2 is of one source, and data.train has a, b"),
+        (
+            (*SOURCES, "data.train.a.weight=0", "data.train.b.schedule={7: 0}"),
+            "data.train.a.weight: is 0 at step 7 as those of all sources are",
+        ),
+    ],
     "rule_adapters_leave_the_tower": [
         (
             ("policy.vision.freeze_tower=true", "policy.lora.enabled=true"),
