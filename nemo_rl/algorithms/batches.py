@@ -260,12 +260,12 @@ class DynamicBatches(SyncBatches):
         self.unfinished, self._carried, self._has_begun = step, [], True
         live = {key for group in groups for key in group.meta.keys}
         with cleared_after_error(self._parts.client, PARTITION, live):
-            while not groups or (len(groups) < config.num_prompts_per_step and self._has_a_round()):
+            while not groups or (self._missing(number, groups) and self._has_a_round()):
                 if rounds.count == config.dynamic_sampling_max_gen_batches:
-                    raise UserError(self._too_few(number, len(groups), rounds))
-                groups = groups + self._round(number, rounds, live, has_groups=bool(groups))
+                    raise UserError(self._too_few(number, groups, rounds))
+                groups = groups + self._round(number, rounds, live, groups)
         # At the end of the last epoch there may be fewer.
-        chosen, carried = groups[: config.num_prompts_per_step], groups[config.num_prompts_per_step :]
+        chosen, carried = self._parted(number, groups)
         # The metrics of carried groups are those of rounds that this step has counted.
         self._carried = [replace(group, metrics={}, printed=()) for group in carried]
         self.unfinished = None
@@ -322,15 +322,38 @@ class DynamicBatches(SyncBatches):
         self._requeued += [self._draw_of.pop(group.group_uids[0]) for group in carried]
         self._clear([key for group in carried for key in group.meta.keys], REQUEUED)
 
-    def _round(self, number: int, rounds: _Rounds, live: set[str], *, has_groups: bool) -> list[RolloutResult]:
+    def _parted(self, number: int, groups: Sequence[RolloutResult]) -> tuple[list[RolloutResult], list[RolloutResult]]:
+        """Return the first groups that the step takes of each source, and those beyond."""
+        left = self._wanted(number)
+        chosen, beyond = list[RolloutResult](), list[RolloutResult]()
+        for group in groups:
+            source = self._draw_of[group.group_uids[0]].source
+            (chosen if left[source] > 0 else beyond).append(group)
+            left[source] -= 1
+        return (chosen, beyond) if chosen else (list(groups), [])
+
+    def _missing(self, number: int, groups: Sequence[RolloutResult]) -> dict[str, int]:
+        """Return how many groups of each source the step lacks; none of those that it does not lack."""
+        left = self._wanted(number)
+        for group in groups:
+            left[self._draw_of[group.group_uids[0]].source] -= 1
+        return {source: count for source, count in left.items() if count > 0}
+
+    def _wanted(self, number: int) -> dict[str, int]:
+        count = self._parts.config.num_prompts_per_step
+        return self._parts.sampler.wanted((number - 1) * count, count)
+
+    def _round(
+        self, number: int, rounds: _Rounds, live: set[str], kept_before: Sequence[RolloutResult]
+    ) -> list[RolloutResult]:
         """Have one round of groups sampled and return those that are kept; the rows of the others are cleared."""
         config = self._parts.config
-        part = self._begin(number, self._next_prompts(config.prompts_per_round))
+        part = self._begin(number, self._next_prompts(self._missing(number, kept_before), config.prompts_per_round))
         live.update(part.keys)
         groups = self._sample(part)
         kept = [group for group in groups if is_informative(group, config)]
         rounds.add(groups, num_kept=len(kept))
-        if not kept and not has_groups and not self._has_a_round():
+        if not kept and not kept_before and not self._has_a_round():
             # The last epoch ends as without dynamic sampling: a step of zero-variance groups updates nothing.
             kept = groups
         self._draw_of |= dict(zip(part.uids, part.drawn, strict=True))
@@ -349,17 +372,19 @@ class DynamicBatches(SyncBatches):
                 self._parts.client.kv_clear(list(keys), PARTITION, reason=reason)
             trace_retired(keys=keys, reason=reason)
 
-    def _next_prompts(self, count: int) -> list[SampledPrompt]:
+    def _next_prompts(self, missing: Mapping[str, int], count: int) -> list[SampledPrompt]:
         again, self._requeued = self._requeued[:count], self._requeued[count:]
-        return again + (self._parts.sampler.next(count - len(again)) if len(again) < count else [])
+        return again + (self._parts.sampler.next_for(missing, count - len(again)) if len(again) < count else [])
 
     def _has_a_round(self) -> bool:
         return self._parts.sampler.has(self._parts.config.prompts_per_round - len(self._requeued))
 
-    def _too_few(self, number: int, num_groups: int, rounds: _Rounds) -> str:
-        config = self._parts.config
+    def _too_few(self, number: int, groups: Sequence[RolloutResult], rounds: _Rounds) -> str:
+        config, chosen = self._parts.config, self._parted(number, groups)[0]
+        lacks = [f"{count} of data.train.{name}" for name, count in self._missing(number, groups).items() if name]
         sampled = f"{rounds.count} rounds of {config.prompts_per_round} prompts"
-        return too_few_groups(number, num_groups, config, sampled=sampled, reward=rounds.reward.value)
+        sampled += f" ({', '.join(lacks)} are missing)" if lacks else ""
+        return too_few_groups(number, len(chosen), config, sampled=sampled, reward=rounds.reward.value)
 
 
 def too_few_groups(number: int, num_groups: int, config: GRPOConfig, *, sampled: str, reward: float) -> str:

@@ -1,7 +1,8 @@
 """The stream of prompts of several sources: each source has its share of every prefix, to less than one prompt.
 
 Called by the trainer in place of `PromptSampler`, with the same meaning of ordinals. Invariant: which prompt has which
-ordinal depends on the seed, the names, sizes and shares of the sources alone, never on what was drawn, or when.
+ordinal depends on the seed, and on the names, sizes and shares of the sources alone; with dynamic sampling also on what
+was missing of each in earlier rounds, and then the shares are those of the groups that are trained.
 
 The order of sources is the one of Tijdeman, The chairman assignment problem (Discrete Mathematics 32, 1980): of the
 sources that are at least 1 / (2n - 2) behind their share the one takes the turn that would be late first, and no source
@@ -10,10 +11,13 @@ is ever more than 1 - 1 / (2n - 2) away from it. Shares may change on the way.
 
 from __future__ import annotations
 
+import math
 import random
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from nemo_rl.data.sampler import PromptStream, SampledPrompt
 from nemo_rl.errors import CheckpointError, DatasetError
@@ -71,6 +75,14 @@ class PromptMixture(PromptStream):
         self._seed, self._shuffle = seed, shuffle
         self._position, self._batch_size = 0, 1
         self._turns = _Turns(self._phases)
+        self._rounds: list[tuple[int, ...]] = []
+        """Prompts of each source of the rounds that `next_for` has drawn; none where turns say who is drawn."""
+        self._of_rounds: list[int] = []
+        """Source of each ordinal of these rounds."""
+        self._places: list[int] = []
+        """Of each ordinal, how many its source had before."""
+        self._drawn = [0] * len(self._sources)
+        """Prompts of each source in `_places`."""
         self._orders: dict[int, tuple[int, list[int]]] = {}
         """Number of a source -> its last epoch that was asked for, and the order of that one."""
 
@@ -110,10 +122,41 @@ class PromptMixture(PromptStream):
 
     def draw(self, ordinal: int) -> SampledPrompt:
         """Return the draw at any place of the stream."""
-        number, place = self._turns.at(ordinal)
+        self._place(ordinal + 1)
+        number = self._sources_drawn[ordinal]
         source = self._sources[number]
-        epoch, index = divmod(place, source.num_prompts)
+        epoch, index = divmod(self._places[ordinal], source.num_prompts)
         return SampledPrompt(ordinal, source.first + self._order(number, epoch)[index], source=source.name)
+
+    def wanted(self, first: int, count: int) -> dict[str, int]:
+        self._turns.make(first + count)
+        found = Counter(self._turns.sources[first : first + count])
+        return {source.name: found[number] for number, source in enumerate(self._sources)}
+
+    def next_for(self, missing: Mapping[str, int], count: int) -> list[SampledPrompt]:
+        """Return the next `count` prompts, of each source in proportion to what is missing of it."""
+        lacking = [missing.get(source.name, 0) for source in self._sources]
+        ends = [count * each / sum(lacking) for each in accumulate(lacking)]
+        whole = [0, *(math.floor(end + 0.5) for end in ends)]
+        assert len(self._of_rounds) == self._position, "a stream is of rounds from its start on"
+        self._add_round([end - begin for begin, end in pairwise(whole)])
+        return self.next(count)
+
+    def _add_round(self, counts: Sequence[int]) -> None:
+        self._rounds.append(tuple(counts))
+        self._of_rounds += [number for number, count in enumerate(counts) for _ in range(count)]
+
+    @property
+    def _sources_drawn(self) -> Sequence[int]:
+        return self._of_rounds if self._rounds else self._turns.sources
+
+    def _place(self, end: int) -> None:
+        """Give ordinals below `end` their places."""
+        if not self._rounds:
+            self._turns.make(end)
+        for number in self._sources_drawn[len(self._places) : end]:
+            self._places.append(self._drawn[number])
+            self._drawn[number] += 1
 
     def state_dict(self) -> dict[str, object]:
         """Return the position of the next draw, and the meaning of that position."""
@@ -125,6 +168,7 @@ class PromptMixture(PromptStream):
             "phases": [[each.first, dict(zip(names, each.shares, strict=True))] for each in self._phases],
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "rounds": [list(counts) for counts in self._rounds],
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -140,6 +184,9 @@ class PromptMixture(PromptStream):
                 "data position: the checkpoint is of a run with one source of prompts, and data.train has "
                 f"{', '.join(source.name for source in self._sources)}; start afresh with checkpointing.resume=false"
             )
+        rounds = state.get("rounds", [])
+        if not isinstance(rounds, list):
+            raise CheckpointError(f"data position: rounds: expected a list, got {rounds!r}")
         found = {**state, "phases": _begun(phases, position)}
         mine = {**mine, "phases": _begun(mine["phases"], position)}
         for name, key in (("sources", "data.train"), ("seed", "grpo.seed"), ("shuffle", "data.shuffle")):
@@ -154,17 +201,21 @@ class PromptMixture(PromptStream):
                 f"{found['phases']!r}, this run {mine['phases']!r}; keep the weights that it had, and change them from "
                 "a later step on with data.train.NAME.schedule"
             )
+        self._rounds, self._of_rounds = [], []
+        for counts in rounds:
+            self._add_round(counts)
         self._position, self._batch_size = position, batch_size
 
     def _short_of(self, count: int) -> list[str]:
         """Return the sources that end before so many more prompts."""
         if all(source.max_num_epochs is None for source in self._sources):
             return []
-        counts = self._turns.counts(self._position + count)
+        self._turns.make(self._position + count)
+        taken = Counter(self._turns.sources[: self._position + count])
         return [
             f"data.train.{source.name}"
-            for source, taken in zip(self._sources, counts, strict=True)
-            if source.max_num_epochs is not None and taken > source.max_num_epochs * source.num_prompts
+            for number, source in enumerate(self._sources)
+            if source.max_num_epochs is not None and taken[number] > source.max_num_epochs * source.num_prompts
         ]
 
     def _order(self, number: int, epoch: int) -> list[int]:
@@ -186,47 +237,37 @@ def _begun(phases: object, position: int) -> list[object]:
 
 
 class _Turns:
-    """Which source has which ordinal; made as far as it is asked for."""
+    """Which source has which turn; made as far as it is asked for."""
 
     def __init__(self, phases: Sequence[Phase]) -> None:
         self._phases = phases
         self._num_sources = len(phases[0].shares)
-        self._made: list[int] = []
-        """Source of each ordinal."""
-        self._places: list[int] = []
-        """Of each ordinal, how many its source had before."""
+        self.sources: list[int] = []
+        """Source of each turn."""
         self._counts = [0] * self._num_sources
         self._targets = [0.0] * self._num_sources
-        """Prompts that each source should have had after the turns that are made."""
+        """Turns that each source should have had."""
 
-    def at(self, ordinal: int) -> tuple[int, int]:
-        """Return the source of an ordinal, and how many it had before."""
-        self._make(ordinal + 1)
-        return self._made[ordinal], self._places[ordinal]
-
-    def counts(self, ordinal: int) -> list[int]:
-        """Return the prompts of each source before an ordinal."""
-        self._make(ordinal)
-        found = list(self._counts)
-        for number in self._made[ordinal:]:
-            found[number] -= 1
-        return found
-
-    def _make(self, end: int) -> None:
-        while len(self._made) < end:
-            number = self._next(len(self._made))
-            self._made.append(number)
-            self._places.append(self._counts[number])
+    def make(self, end: int) -> None:
+        """Make so many turns."""
+        while len(self.sources) < end:
+            number = self._next(len(self.sources))
+            self.sources.append(number)
             self._counts[number] += 1
+
+    def _shares(self, ordinal: int) -> tuple[float, ...]:
+        return self._phases[self._phase(ordinal)].shares
+
+    def _phase(self, ordinal: int) -> int:
+        return bisect_right(self._phases, ordinal, key=lambda each: each.first) - 1
 
     def _next(self, ordinal: int) -> int:
         """Choose the source of the next ordinal."""
-        phase = bisect_right(self._phases, ordinal, key=lambda each: each.first) - 1
-        for number, share in enumerate(self._phases[phase].shares):
+        for number, share in enumerate(self._shares(ordinal)):
             self._targets[number] += share
         if self._num_sources == 1:
             return 0
-        least = 1.0 / (2 * self._num_sources - 2)
+        least, phase = 1.0 / (2 * self._num_sources - 2), self._phase(ordinal)
         behind = [target - count for target, count in zip(self._targets, self._counts, strict=True)]
         ready = [number for number, each in enumerate(behind) if each >= least - ROUNDING]
         return min(ready, key=lambda number: self._deadline(number, 1.0 - least - behind[number], ordinal, phase))

@@ -53,6 +53,18 @@ class PromptStream(ABC):
     def ordinal(self) -> int:
         """Return the ordinal of the next draw."""
 
+    def wanted(self, first: int, count: int) -> dict[str, int]:
+        """Return how many of `count` groups that are trained are to be of each source, from the group `first` on."""
+        return {"": count}
+
+    def next_for(self, missing: Mapping[str, int], count: int) -> list[SampledPrompt]:
+        """Return the next `count` prompts, as `next` does, for groups that are missing.
+
+        Args:
+            missing: of each source.
+        """
+        return self.next(count)
+
     @abstractmethod
     def position_of(self, ordinal: int) -> dict[str, int]:
         """Return the entries of `state_dict` with which the next draw has this ordinal."""

@@ -61,6 +61,18 @@ def rule_sources_have_shares(config: MasterConfig) -> Iterator[str]:
             f"grpo.max_num_epochs: {grpo.max_num_epochs} is of one source, and data.train has {', '.join(named)}; set "
             "it to null, and max_num_epochs of a source that is to end the run"
         )
+    if grpo.use_dynamic_sampling:
+        if grpo.samples_ahead:
+            yield (
+                "grpo.use_dynamic_sampling: true draws others for groups of equal rewards, and an asynchronous run "
+                "does not take them from the same source of data.train; set it to false, or grpo.async.enabled=false"
+            )
+        yield from (
+            f"data.train.{name}.max_num_epochs: {source.max_num_epochs} ends a run that takes prompts in turns, and "
+            "grpo.use_dynamic_sampling takes those that are missing; set it to null"
+            for name, source in named.items()
+            if source.max_num_epochs is not None
+        )
     for step in sorted({step for source in named.values() for step in source.weights}):
         if not any(source.weight_at(step) for source in named.values()):
             yield f"data.train.{next(iter(named))}.weight: is 0 at step {step} as those of all sources are; raise one"

@@ -45,6 +45,8 @@ SOURCES = (
     "data.train.b={dataset_name: sort_digits, size: 60, seed: 9}",
 )
 
+DYNAMIC = "grpo.use_dynamic_sampling=true"
+
 REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     "rule_keys_beside_sources_are_shared": [
         ((*SOURCES, "data.train.size=9"), "data.train.size: 9 would be ignored, because data.train has several sources")
@@ -53,6 +55,14 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("data.mixture.by=size",), "data.mixture.by: 'size' would be ignored, because data.train is one source"),
         ((*SOURCES, "data.mixture.size_temperature=2"), "data.mixture.size_temperature: 2.0 would be ignored"),
         ((*SOURCES, "grpo.max_num_epochs=2"), "grpo.max_num_epochs: 2 is of one source, and data.train has a, b"),
+        ((*SOURCES, DYNAMIC, "data.train.a.max_num_epochs=2"), "data.train.a.max_num_epochs: 2 ends a run"),
+        (
+            (
+                *(*SOURCES, DYNAMIC, "grpo.async.enabled=true", "loss_fn.use_importance_sampling_correction=true"),
+                *NO_VALIDATION,
+            ),
+            "grpo.use_dynamic_sampling: true draws others for groups of equal rewards",
+        ),
         (
             (*SOURCES, "data.train.a.weight=0", "data.train.b.schedule={7: 0}"),
             "data.train.a.weight: is 0 at step 7 as those of all sources are",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from itertools import pairwise
 import pytest
 
 from nemo_rl.data.mixture import MixedSource, Phase, PromptMixture
+from nemo_rl.data.sampler import SampledPrompt
 from nemo_rl.errors import CheckpointError, DatasetError
 
 SIZES = {"math": 7, "code": 3, "chat": 11}
@@ -134,3 +136,46 @@ def test_a_source_that_ends_ends_the_stream() -> None:
 def test_a_source_without_prompts_is_refused() -> None:
     with pytest.raises(DatasetError, match="no prompt in code"):
         mixture(sizes={"math": 7, "code": 0, "chat": 1})
+
+
+def _step(stream: PromptMixture, number: int, rng: random.Random, carried: list[SampledPrompt]) -> list[SampledPrompt]:
+    """Draw rounds until a step of 16 has what it wants of each source, mostly without those of chat; return it."""
+    wanted = stream.wanted((number - 1) * 16, 16)
+    while missing := {
+        name: count - found for name, count in wanted.items() if (found := _count(carried, name)) < count
+    }:
+        carried += [draw for draw in stream.next_for(missing, 16) if rng.random() > 0.7 * (draw.source == "chat")]
+    step = [
+        draw for name, count in wanted.items() for draw in [each for each in carried if each.source == name][:count]
+    ]
+    carried[:] = [draw for draw in carried if draw not in step]
+    return step
+
+
+def _count(draws: Sequence[SampledPrompt], name: str) -> int:
+    return sum(draw.source == name for draw in draws)
+
+
+def test_shares_are_those_of_what_is_trained_where_groups_are_dropped() -> None:
+    stream, rng, carried, counts = mixture(), random.Random(3), list[SampledPrompt](), Counter[str]()
+    for number in range(1, 200):
+        counts.update(draw.source for draw in _step(stream, number, rng, carried))
+        gaps = [abs(counts[name] - share * 16 * number) for name, share in zip(SIZES, SHARES, strict=True)]
+        assert max(gaps) < 1 and len(carried) <= 16, number
+    drawn = [stream.at(ordinal) for ordinal in range(stream.ordinal)]
+    assert _count(drawn, "chat") > 2 * counts["chat"], "more were drawn than were trained"
+    chat = [draw.prompt for draw in drawn if draw.source == "chat"]
+    assert all(set(chat[at : at + 11]) == set(range(10, 21)) for at in range(0, 440, 11))
+
+
+def test_a_stream_of_rounds_is_resumed() -> None:
+    stream, rng, carried = mixture(), random.Random(1), list[SampledPrompt]()
+    for number in range(1, 8):
+        _step(stream, number, rng, carried)
+    resumed = mixture()
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    other, also = random.Random(), list(carried)
+    other.setstate(rng.getstate())
+    for number in range(8, 20):
+        assert _step(resumed, number, other, also) == _step(stream, number, rng, carried)
+    assert resumed.at(40) == stream.at(40)
