@@ -97,6 +97,9 @@ def test_ranks_and_engines_lie_as_the_run_places_them() -> None:
     assert "rollout worker" in plan.nodes[0].others and plan.nodes[1].others == ()
 
 
+WHOLE_GRADIENTS = "policy.dtensor_cfg.gradient_accumulation=whole"
+
+
 def test_settings_of_two_and_of_eight_nodes_are_accepted() -> None:
     dense = planned(MATH, *LLAMA_8B, gpu="H100-80G", nodes=2)
     # Sixteen ranks share 8.03e9 weights in float32, their gradients and two moments.
@@ -104,6 +107,8 @@ def test_settings_of_two_and_of_eight_nodes_are_accepted() -> None:
     assert rank.weights == pytest.approx(8_030_261_248 * 4 / 16, rel=0.01)
     assert (rank.gradients, rank.optimizer) == (rank.weights, 2 * rank.weights)
     assert rank.summed_gradients == 0
+    [kept] = planned(MATH, *LLAMA_8B, WHOLE_GRADIENTS, gpu="H100-80G", nodes=2).ranks
+    assert kept.summed_gradients == pytest.approx(8_030_261_248 * 4, rel=0.01)
     mixture = planned(MATH, *QWEN_30B, gpu="H100-80G", nodes=8)
     assert len(mixture.ranks) == 2 and mixture.setting.layout.dp == 4
     assert mixture.plane.columns["routed_experts"] == mixture.batches.tokens * 48 * 8
