@@ -265,7 +265,7 @@ class GRPOTrainer:
             result = self._validate()
             self._first_val_reward = result.reward
             parts.logger.log_metrics(result.metrics(), step=0)
-            parts.panel.validation(0, result.reward, measure=config.env.measure)
+            parts.panel.validation(0, result.reward, measure=config.measure)
         self._timer.reset()
 
     def _refit(self) -> None:
@@ -408,7 +408,7 @@ class GRPOTrainer:
             result = pending.result()
         self._val_reward = result.reward
         self._parts.logger.log_metrics(result.metrics(), step=step)
-        self._parts.panel.validation(step, result.reward, measure=self._config.env.measure)
+        self._parts.panel.validation(step, result.reward, measure=self._config.measure)
 
     def _validation_is_due(self) -> bool:
         config = self._config.grpo

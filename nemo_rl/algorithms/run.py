@@ -104,7 +104,7 @@ def open_evaluator(
             config.evaluation,
             sampling=sampling,
             seed=config.grpo.seed,
-            is_accuracy=config.env.is_accuracy,
+            is_accuracy=config.is_accuracy,
             sampler=parts.sampler_of(sampling),
             tokenizer=tokenizer,
             sets=sets,
@@ -164,7 +164,7 @@ def run(config: MasterConfig, *, console: Console, forks: ForkServer | None = No
     lines = final_lines(
         first_reward=summary.first_reward,
         last_reward=summary.last_reward,
-        measure=config.env.measure,
+        measure=config.measure,
         num_steps=summary.num_steps,
         seconds=time.monotonic() - started,
         peak_bytes=memory.num_bytes,

@@ -39,7 +39,8 @@ READ = (
     "diagnostics.tracer.artifacts",
 )
 """Keys with the path of a file or a folder that a run reads."""
-REWARD = "env.reward_function"
+REWARD = ("env.reward_function", "data.*.env.reward_function")
+"""Keys with a reward that may be in a file."""
 
 
 def find_path(given: str, *, recipe: str, but_not: tuple[Path, ...] = ()) -> Path | None:
@@ -83,7 +84,7 @@ def locate_paths(recipe: Recipe) -> dict[tuple[str, ...], str]:
             continue
         # A name on the command line is of the working directory.
         file = layer.name if Path(layer.name).is_file() else ""
-        if name == REWARD:
+        if any(fnmatchcase(name, pattern) for pattern in REWARD):
             located = _reward(value, file)
             if located is None:
                 place = value.rpartition(":")[0]

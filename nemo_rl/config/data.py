@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeFloat, Posit
 from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base import FilePath, Options, Section, Text
+from nemo_rl.config.env import EnvConfig
 from nemo_rl.config.parts import DATASETS
 
 __all__ = [
@@ -66,6 +67,9 @@ class DatasetConfig(Section):
     """Text of a system message before the prompt, where its row has none; null: none."""
     prompt_template: str = "{input}"
     """Text of the user message; `{input}` is replaced by the prompt."""
+    env: EnvConfig | None = None
+    """Reward of the rows of this section, with the keys of `env`, such as `{name: custom, reward_function: f.py:g}`; it
+    has no turns. Null: `env` scores them."""
     apply_chat_template: bool = True
     """Give prompts through the tokenizer's chat template, where it has one; false gives the plain texts, as to a base
     model."""
@@ -104,6 +108,7 @@ SHARED_KEYS = (
     "image_key",
     "system_prompt",
     "prompt_template",
+    "env",
     "apply_chat_template",
 )
 """Keys of `data.train` that hold for each of several sources that does not set them itself."""

@@ -145,11 +145,6 @@ class EnvConfig(Section):
         """Return whether every reward is 1 for right or 0 for wrong, so that its mean is an accuracy."""
         return self.name in ("sort", "math") or self.score_threshold is not None
 
-    @property
-    def measure(self) -> str:
-        """Return the name of a mean of rewards."""
-        return "accuracy" if self.is_accuracy else "reward"
-
 
 class Ending(StrEnum):
     """The reason why a conversation ended; each has exactly one."""

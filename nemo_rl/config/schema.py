@@ -58,6 +58,24 @@ class MasterConfig(Section):
         return self.grpo.samples_ahead or self.experience.conversation.enabled
 
     @property
+    def envs(self) -> dict[str, EnvConfig]:
+        """Return the environments that score rows by the dotted paths of their sections, with `env` where a section of
+        `data` has none of its own."""
+        sections = self.data.sections
+        own = {f"{where}.env": section.env for where, section in sections.items() if section.env is not None}
+        return own if len(own) == len(sections) else {"env": self.env, **own}
+
+    @property
+    def is_accuracy(self) -> bool:
+        """Return whether every reward is 1 for right or 0 for wrong, so that a mean is an accuracy."""
+        return all(env.is_accuracy for env in self.envs.values())
+
+    @property
+    def measure(self) -> str:
+        """Return the name of a mean of rewards."""
+        return "accuracy" if self.is_accuracy else "reward"
+
+    @property
     def has_prev_logprobs_pass(self) -> bool:
         """Return whether workers compute the log-probabilities of the policy before its update."""
         return not (self.grpo.use_generation_logprobs_as_prev or self.loss_fn.force_on_policy_ratio)

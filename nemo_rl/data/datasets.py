@@ -88,6 +88,8 @@ class Prompt:
     """The category that `category_key` names, or None without one."""
     place: str = ""
     """Number of its row, and where that stands."""
+    section: str = ""
+    """Dotted path of the section of its source."""
     messages: tuple[Message, ...] = ()
     """The conversation that it opens, of which `ids` are the tokens."""
     history: tuple[Message, ...] = ()
@@ -386,6 +388,7 @@ class _PromptReader:
             metadata=metadata,
             category=_category(metadata, self._cfg),
             place=place,
+            section=self._where,
             messages=messages,
             history=raw.history,
             pictures=pictures,

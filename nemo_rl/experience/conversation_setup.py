@@ -24,8 +24,9 @@ from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.environments.call_formats import CallFormat, typed
 from nemo_rl.environments.conversation_host import EnvironmentHost
 from nemo_rl.environments.interfaces import Environment
-from nemo_rl.environments.process_environment import RewardLog, build_environment, reward_identity
+from nemo_rl.environments.process_environment import RewardLog
 from nemo_rl.environments.programs import ProgramHost, ProgramSpec, absolute_command
+from nemo_rl.environments.section_rewards import build_rewards
 from nemo_rl.environments.tool_schema import schema_of
 from nemo_rl.environments.tools import HostedTool, ToolHost, calculator
 from nemo_rl.environments.zygote import HostLimits
@@ -82,6 +83,8 @@ class RolloutEnvironment:
         self.log = RewardLog(log_file)
         self.scorer: Environment | None = None
         """Scores responses; None where the environment has turns."""
+        self._rewards = ""
+        """Identities of the rewards of the scorer."""
         self.loop: ConversationLoop | None = None
         """Runs conversations; None where every row is one response to one prompt."""
         try:
@@ -98,10 +101,10 @@ class RolloutEnvironment:
     def identity(self) -> str:
         """Return the name of a built-in reward; of one of the user's, and of tools, a digest of the source as well."""
         if self.hosts.programs is not None:
-            scores = "" if self.scorer is None else f":{reward_identity(self._spec.env, self.scorer)}"
+            scores = "" if self.scorer is None else f":{self._rewards}"
             found = f"{PROGRAM}:{self.hosts.programs.source}{scores}"
         elif self.scorer is not None:
-            found = reward_identity(self._spec.env, self.scorer)
+            found = self._rewards
         else:
             assert self.hosts.environment is not None, "an environment scores, or has turns"
             found = f"{self._spec.env.name}:{self.hosts.environment.source}"
@@ -120,7 +123,9 @@ class RolloutEnvironment:
                 "true"
             )
         if self._turns is None and (not is_program or spec.env.reward_function is not None):
-            self.scorer = build_environment(spec.env, start_timeout_s=spec.start_timeout_s, log_file=log_file)
+            self.scorer, self._rewards = build_rewards(
+                spec.envs, start_timeout_s=spec.start_timeout_s, log_file=log_file
+            )
             self._ending.callback(self.scorer.shutdown)
         if conversation.enabled:
             self.hosts = Hosts(

@@ -128,7 +128,7 @@ class RolloutWorker:
             spec.evaluation,
             sampling=sampling_params(spec.policy.generation, self._stop_ids, is_validation=True),
             seed=spec.grpo.seed,
-            is_accuracy=spec.env.is_accuracy,
+            is_accuracy=spec.is_accuracy,
             sampler=self._parts.sampler_of(self._sampling),
             tokenizer=self._tokenizer,
             sets={name: self._sets[spec.data.held_out_key(name)] for name in spec.data.held_out},

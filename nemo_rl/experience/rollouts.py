@@ -53,6 +53,10 @@ class RolloutSpec:
     data: DataConfig
     evaluation: EvaluationConfig
     env: EnvConfig
+    envs: Mapping[str, EnvConfig]
+    """Environments that score rows, by the dotted paths of their sections."""
+    is_accuracy: bool
+    """True where every reward is 0 or 1."""
     logger: LoggerConfig
     experience: ExperienceConfig = field(default_factory=ExperienceConfig)
     start_timeout_s: float
@@ -70,6 +74,8 @@ class RolloutSpec:
             data=config.data,
             evaluation=config.evaluation,
             env=config.env,
+            envs=config.envs,
+            is_accuracy=config.is_accuracy,
             experience=config.experience,
             logger=config.logger,
             names_rows=config.diagnostics.record.has_generation,

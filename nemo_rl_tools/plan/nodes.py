@@ -144,8 +144,8 @@ def _others(setting: PlanSetting) -> tuple[str, ...]:
     if plane.starts_mooncake:
         found += ["Mooncake master"] if plane.mooncake.master_address is None else []
         found += ["Mooncake holder"] if plane.mooncake.segment_owner == "holder" else []
-    if config.env.name != "sort":
-        found += ["scoring process"] * config.env.num_workers
+    for env in config.envs.values():
+        found += ["scoring process"] * (env.num_workers if env.name != "sort" else 0)
     return tuple(found)
 
 

@@ -356,7 +356,7 @@ def _prompts(changes: Changes, config: MasterConfig) -> None:
     _sampling(changes, config.grpo)
     changes.set("env", {"name": "custom", "reward_function": REWARD}, "a reward that differs from sample to sample")
     changes.set("grpo.stop_at_validation_accuracy", None, "all steps run")
-    if config.env.is_accuracy and config.checkpointing.metric_name.endswith(":accuracy"):
+    if config.is_accuracy and config.checkpointing.metric_name.endswith(":accuracy"):
         metric = config.checkpointing.metric_name.removesuffix("accuracy") + "reward"
         changes.set("checkpointing.metric_name", metric, "another reward")
 

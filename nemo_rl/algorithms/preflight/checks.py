@@ -100,7 +100,7 @@ def check_cpus(subject: Subject) -> list[str]:
         for key, count in (
             ("cluster.cpu_workers_per_node", cluster.num_workers if cluster.gpus_per_node == 0 else 0),
             ("policy.generation.num_replicas", config.policy.generation.num_replicas),
-            ("env.num_workers", config.env.num_workers),
+            *((f"{path}.num_workers", env.num_workers) for path, env in config.envs.items()),
         )
         if count > limit
     ]

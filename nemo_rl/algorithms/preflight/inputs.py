@@ -45,6 +45,7 @@ from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
 from nemo_rl.environments.interfaces import Response
 from nemo_rl.environments.process_environment import ProcessEnvironment
+from nemo_rl.environments.section_rewards import scorer_of
 from nemo_rl.errors import ConfigError, DatasetError, RewardError, UserError
 from nemo_rl.experience.conversation_setup import EXAMPLE_TOOLS, FormatCheck, RolloutEnvironment, check_format
 from nemo_rl.experience.rollouts import RolloutSpec
@@ -268,18 +269,13 @@ def check_reward(subject: Subject) -> list[str]:
     # As patient as the run itself: what is merely slow must not be refused.
     environment = RolloutEnvironment(RolloutSpec.of(subject.config))
     try:
-        env, scorer = subject.config.env, environment.scorer
-        if env.preflight_reward and env.reward_function is not None and isinstance(scorer, ProcessEnvironment):
-            _score_nothing(subject.config, scorer)
+        for where, source in subject.config.data.sources.items():
+            env, scorer = source.env or subject.config.env, scorer_of(environment.scorer, where)
+            if env.preflight_reward and env.reward_function is not None and isinstance(scorer, ProcessEnvironment):
+                _score_first(env, scorer, source, where)
     finally:
         environment.shutdown()
     return []
-
-
-def _score_nothing(config: MasterConfig, scorer: ProcessEnvironment) -> None:
-    for where, source in config.data.sources.items():
-        if not _is_too_large(source):
-            _score_first(config.env, scorer, source, where)
 
 
 def _score_first(env: EnvConfig, scorer: ProcessEnvironment, source: DatasetConfig, where: str) -> None:
@@ -288,6 +284,8 @@ def _score_first(env: EnvConfig, scorer: ProcessEnvironment, source: DatasetConf
     Raises:
         RewardError: the reward gives no number.
     """
+    if _is_too_large(source):
+        return
     try:
         raw = next(raw_prompts(_first_rows(source, 1), where), None)
     except DatasetError:

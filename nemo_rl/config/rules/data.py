@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from nemo_rl.config.base import Section
 from nemo_rl.config.data import SHARED_KEYS, DatasetConfig
-from nemo_rl.config.env import program_command
+from nemo_rl.config.env import EnvConfig, program_command
 from nemo_rl.config.parts import (
     ADVANTAGE_ESTIMATORS,
     DATASETS,
@@ -153,7 +153,7 @@ def rule_options_need_a_plugin(config: MasterConfig) -> Iterator[str]:
     parts: list[tuple[Section, str, str, PluginKind]] = [
         (config.loss_fn, "loss_fn.name", config.loss_fn.name, LOSSES),
         (config.grpo.adv_estimator, "grpo.adv_estimator.name", config.grpo.adv_estimator.name, ADVANTAGE_ESTIMATORS),
-        (config.env, "env.name", config.env.name, ENVIRONMENTS),
+        *((env, f"{path}.name", env.name, ENVIRONMENTS) for path, env in config.envs.items()),
         (generation, "policy.generation.backend", generation.backend, ENGINES),
         (plane, "data_plane.impl", plane.impl or "noop", STORES),
     ]
@@ -165,32 +165,52 @@ def rule_options_need_a_plugin(config: MasterConfig) -> Iterator[str]:
 
 
 def rule_custom_reward_needs_a_function(config: MasterConfig) -> Iterator[str]:
-    name, function = config.env.name, config.env.reward_function
-    if name == "custom" and function is None:
-        yield "env.reward_function: must be set to module:function or FILE.py:function when env.name is 'custom'"
-    elif name not in ("custom", PROGRAM) and function is not None:
-        because = f"env.name is {name!r}"
-        yield from would_be_ignored(config.env, "env", ["reward_function"], switch="env.name", because=because)
-    elif function is not None and not all(part.strip() for part in function.partition(":")):
-        yield f"env.reward_function: expected module:function or FILE.py:function, got {function!r}"
+    for path, env in config.envs.items():
+        name, function, switch = env.name, env.reward_function, f"{path}.name"
+        if name == "custom" and function is None:
+            yield (
+                f"{path}.reward_function: must be set to module:function or FILE.py:function when {switch} is 'custom'"
+            )
+        elif name not in ("custom", PROGRAM) and function is not None:
+            because = f"{switch} is {name!r}"
+            yield from would_be_ignored(env, path, ["reward_function"], switch=switch, because=because)
+        elif function is not None and not all(part.strip() for part in function.partition(":")):
+            yield f"{path}.reward_function: expected module:function or FILE.py:function, got {function!r}"
+
+
+def rule_rewards_of_sections_have_no_turns(config: MasterConfig) -> Iterator[str]:
+    name = config.env.name
+    for path, env in config.envs.items():
+        if path == "env":
+            continue
+        if name in TURN_ENVIRONMENTS or name == PROGRAM:
+            yield f"{path}: env.name {name!r} takes turns, and gives the rewards of all rows; set {path} to null"
+        if env.name in TURN_ENVIRONMENTS or env.name == PROGRAM:
+            yield f"{path}.name: {env.name!r} takes turns, and a section of data has a reward alone; set env.name to it"
+        because, names = "a section of data has a reward alone", tuple(type(env.tools).model_fields)
+        yield from would_be_ignored(env.tools, f"{path}.tools", names, switch=f"{path}.name", because=because)
 
 
 def rule_reasoning_gym_reward_needs_its_prompts(config: MasterConfig) -> Iterator[str]:
-    if config.env.name != "reasoning_gym":
-        return
     yield from (
-        f"{prefix}.dataset_name: env.name 'reasoning_gym' scores reasoning_gym prompts only, got {d.dataset_name!r}"
+        f"{prefix}.dataset_name: {'env' if d.env is None else f'{prefix}.env'}.name 'reasoning_gym' scores "
+        f"reasoning_gym prompts only, got {d.dataset_name!r}"
         for prefix, d in config.data.sections.items()
-        if d.dataset_name != "reasoning_gym"
+        if (d.env or config.env).name == "reasoning_gym" and d.dataset_name != "reasoning_gym"
     )
 
 
 def rule_scorer_keys_fit_the_environment(config: MasterConfig) -> Iterator[str]:
-    env = config.env
+    for path, env in config.envs.items():
+        yield from _scorer_lines(env, path)
+
+
+def _scorer_lines(env: EnvConfig, path: str) -> Iterator[str]:
+    switch = f"{path}.name"
     if not ENVIRONMENTS.is_builtin(env.name):
         # What a user-defined environment reads of its section is not known here; a threshold is what ours apply.
-        because = f"env.name is {env.name!r}"
-        yield from would_be_ignored(env, "env", ["score_threshold"], switch="env.name", because=because)
+        because = f"{switch} is {env.name!r}"
+        yield from would_be_ignored(env, path, ["score_threshold"], switch=switch, because=because)
         return
     has_function = env.name == "custom" or (env.name == PROGRAM and env.reward_function is not None)
     has_turns = env.name in TURN_ENVIRONMENTS or env.name == PROGRAM
@@ -208,18 +228,20 @@ def rule_scorer_keys_fit_the_environment(config: MasterConfig) -> Iterator[str]:
         ignored.append("memory_mib")
     if not has_turns or env.name == PROGRAM:
         ignored.append("network")
-    yield from would_be_ignored(env, "env", ignored, switch="env.name", because=f"env.name is {env.name!r}")
+    yield from would_be_ignored(env, path, ignored, switch=switch, because=f"{switch} is {env.name!r}")
 
 
 def rule_accuracy_needs_binary_rewards(config: MasterConfig) -> Iterator[str]:
-    env = config.env
-    if env.is_accuracy:
+    path, env = next(((path, env) for path, env in config.envs.items() if not env.is_accuracy), ("", config.env))
+    if not path:
         return
-    graded = f"env.name {env.name!r} gives graded rewards"
+    graded = f"{path}.name {env.name!r} gives graded rewards"
     if config.grpo.stop_at_validation_accuracy is not None:
-        yield f"grpo.stop_at_validation_accuracy: {graded}; set env.score_threshold, or null"
+        yield f"grpo.stop_at_validation_accuracy: {graded}; set {path}.score_threshold, or null"
     if config.checkpointing.enabled and config.checkpointing.metric_name in ("val:accuracy", "train:accuracy"):
-        yield f"checkpointing.metric_name: {graded}, so no accuracy is logged; set val:reward, or env.score_threshold"
+        yield (
+            f"checkpointing.metric_name: {graded}, so no accuracy is logged; set val:reward, or {path}.score_threshold"
+        )
 
 
 # ---- conversations

@@ -251,11 +251,13 @@ def rule_token_baseline_needs_prev_logprobs(config: MasterConfig) -> Iterator[st
 
 
 def rule_gdpo_needs_reward_components(config: MasterConfig) -> Iterator[str]:
-    if config.grpo.adv_estimator.name != "gdpo" or config.env.name not in ("sort", "math", "reasoning_gym"):
+    if config.grpo.adv_estimator.name != "gdpo":
         return
-    yield (
-        f"grpo.adv_estimator.name: 'gdpo' needs components of the reward, and env.name {config.env.name!r} gives one "
-        "number; set env.name=custom, or adv_estimator.name=grpo"
+    yield from (
+        f"grpo.adv_estimator.name: 'gdpo' needs components of the reward, and {path}.name {env.name!r} gives one "
+        f"number; set {path}.name=custom, or adv_estimator.name=grpo"
+        for path, env in config.envs.items()
+        if env.name in ("sort", "math", "reasoning_gym")
     )
 
 

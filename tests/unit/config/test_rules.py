@@ -48,6 +48,20 @@ SOURCES = (
 DYNAMIC = "grpo.use_dynamic_sampling=true"
 
 REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
+    "rule_rewards_of_sections_have_no_turns": [
+        (
+            ("data.train.env={name: guess}",),
+            "data.train.env.name: 'guess' takes turns, and a section of data has a reward",
+        ),
+        (
+            ("env.name=guess", "experience.conversation.enabled=true", "data.validation.env={name: sort}"),
+            "data.validation.env: env.name 'guess' takes turns, and gives the rewards of all rows",
+        ),
+        (
+            ("data.train.env={name: sort}", "data.train.env.tools.timeout_s=3"),
+            "data.train.env.tools.timeout_s: 3.0 would be ignored, because a section of data has a reward alone",
+        ),
+    ],
     "rule_keys_beside_sources_are_shared": [
         ((*SOURCES, "data.train.size=9"), "data.train.size: 9 would be ignored, because data.train has several sources")
     ],
