@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from pathlib import Path
 from nemo_rl.algorithms.async_selection import Frontier
 from nemo_rl.algorithms.grpo import counted_rows, score_rows
 from nemo_rl.algorithms.stages.columns import PARTITION, ROLLOUT
-from nemo_rl.algorithms.stages.stage import StepState, begin_step
+from nemo_rl.algorithms.stages.stage import StepState, begin_step, sources_of_rows
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.data.sampler import PromptStream, SampledPrompt
 from nemo_rl.data_plane.client.link import CLEAR, stage_context
@@ -211,7 +212,9 @@ class SyncBatches(BatchSource):
         """Do nothing: no group is kept."""
 
     def trained(self, step: StepState) -> None:
-        """Do nothing: groups are settled when they are sampled."""
+        rows = sources_of_rows(step)
+        tokens = {name: own.trained_tokens for name, own in rows.items()}
+        self._parts.sampler.trained(tokens, Counter(draw.source for draw in step.drawn) if rows else {})
 
     def updated(self, version: int, *, weights: str | None) -> None:
         """Do nothing: nothing is sampled before `next`."""

@@ -128,4 +128,5 @@ def _mixture(config: GRPOConfig, data: DataConfig, sizes: Sequence[int]) -> Prom
         weights = [source.weight_at(step) * size for source, size in zip(named.values(), by_size, strict=True)]
         shares = tuple(weight / sum(weights) for weight in weights)
         phases.append(Phase(first=(step - 1) * config.num_prompts_per_step, shares=shares))
-    return PromptMixture(sources, phases, seed=config.seed, shuffle=data.shuffle)
+    by_tokens = data.mixture.unit == "tokens"
+    return PromptMixture(sources, phases, seed=config.seed, shuffle=data.shuffle, by_tokens=by_tokens)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nemo_rl.algorithms.grpo import counted_rows
-from nemo_rl.algorithms.stages.stage import StepState
+from nemo_rl.algorithms.stages.stage import StepState, sources_of_rows
 from nemo_rl.config.env import Ending
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.data_plane.client.operation_counts import OperationCount, Totals, sum_totals
@@ -111,22 +111,15 @@ def _reward_metrics(counted: SampleStats) -> dict[str, float]:
 def _source_metrics(step: StepState) -> dict[str, float]:
     """Return the mean reward, the rows, and the trained rows and response tokens of each source of prompts, where there
     are several."""
-    sources = {uid: draw.source for uid, draw in zip(step.uids, step.drawn, strict=True)}
-    names = sorted(set(sources.values()) - {""})
-    if not names:
-        return {}
     stats, uids = step.rows.sample_stats, step.rows.group_uids
-    of_rows = np.array([sources[uid] for uid in uids])
-    trained = np.zeros(len(uids), dtype=bool)
-    trained[list(() if step.chosen is None else step.chosen.rows)] = True
     metrics: dict[str, float] = {}
-    for name in names:
-        rows, prefix = np.flatnonzero(of_rows == name), f"{SOURCE_METRICS}/{name}"
-        counted = counted_rows(stats.select(rows.tolist()), [uids[row] for row in rows])
+    for name, own in sources_of_rows(step).items():
+        prefix = f"{SOURCE_METRICS}/{name}"
+        counted = counted_rows(stats.select(own.rows), [uids[row] for row in own.rows])
         metrics |= {f"{prefix}/{key.removeprefix('train/')}": value for key, value in _reward_metrics(counted).items()}
-        metrics[f"{prefix}/rows"] = float(len(rows))
-        metrics[f"{prefix}/trained_rows"] = float(trained[rows].sum())
-        metrics[f"{prefix}/trained_tokens"] = float(stats.response_lengths[rows[trained[rows]]].sum())
+        metrics[f"{prefix}/rows"] = float(len(own.rows))
+        metrics[f"{prefix}/trained_rows"] = float(own.trained_rows)
+        metrics[f"{prefix}/trained_tokens"] = float(own.trained_tokens)
     return metrics
 
 

@@ -158,6 +158,8 @@ class MixtureConfig(Section):
     """Shares of several sources of training prompts. For every number of prompts that have been drawn, each source has
     its share of them to less than one prompt."""
 
+    unit: Literal["prompts", "tokens"] = "prompts"
+    """Shares of what: prompts that are drawn, or response tokens that are trained, which later steps make up for."""
     by: Literal["weight", "size"] = "weight"
     """`weight`: shares are those of the weights; `size`: weights times numbers of prompts."""
     size_temperature: PositiveFloat = 1.0

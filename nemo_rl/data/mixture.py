@@ -57,6 +57,7 @@ class PromptMixture(PromptStream):
         phases: in the order of their ordinals, the first one from 0 on.
         seed: the order of a source in its epoch e depends on this, its name and e alone.
         shuffle: False keeps each source's order in every epoch.
+        by_tokens: shares are of the tokens that are trained (`trained`), and not of prompts.
 
     Example:
         >>> sources = [MixedSource(name="a", first=0, num_prompts=2), MixedSource(name="b", first=2, num_prompts=1)]
@@ -66,13 +67,21 @@ class PromptMixture(PromptStream):
     """
 
     def __init__(
-        self, sources: Sequence[MixedSource], phases: Sequence[Phase], *, seed: int, shuffle: bool = True
+        self,
+        sources: Sequence[MixedSource],
+        phases: Sequence[Phase],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        by_tokens: bool = False,
     ) -> None:
         empty = [source.name for source in sources if not source.num_prompts]
         if empty or not sources:
             raise DatasetError(f"training prompts: no prompt in {', '.join(empty) or 'any source'}; check data.train")
         self._sources, self._phases = tuple(sources), tuple(phases)
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self._by_tokens = seed, shuffle, by_tokens
+        self._tokens, self._trained = [0] * len(self._sources), [0] * len(self._sources)
+        """Tokens and prompts of each source that were trained."""
         self._position, self._batch_size = 0, 1
         self._turns = _Turns(self._phases)
         self._rounds: list[tuple[int, ...]] = []
@@ -108,6 +117,8 @@ class PromptMixture(PromptStream):
                 "max_num_epochs of that source, or lower grpo.max_num_steps"
             )
         self._batch_size = count
+        if self._by_tokens and len(self._of_rounds) == self._position:
+            self._add_round(self._counts_by_tokens(self._position, count))
         drawn = [self.draw(ordinal) for ordinal in range(self._position, self._position + count)]
         self._position += count
         return drawn
@@ -129,9 +140,34 @@ class PromptMixture(PromptStream):
         return SampledPrompt(ordinal, source.first + self._order(number, epoch)[index], source=source.name)
 
     def wanted(self, first: int, count: int) -> dict[str, int]:
-        self._turns.make(first + count)
-        found = Counter(self._turns.sources[first : first + count])
+        if self._by_tokens:
+            found = dict(enumerate(self._counts_by_tokens(first, count)))
+        else:
+            self._turns.make(first + count)
+            found = Counter(self._turns.sources[first : first + count])
         return {source.name: found[number] for number, source in enumerate(self._sources)}
+
+    def trained(self, tokens: Mapping[str, int], prompts: Mapping[str, int]) -> None:
+        for number, source in enumerate(self._sources):
+            self._tokens[number] += tokens.get(source.name, 0)
+            self._trained[number] += prompts.get(source.name, 0)
+
+    def _counts_by_tokens(self, first: int, count: int) -> list[int]:
+        """Return the prompts of each source that bring the trained tokens nearest to their shares, as long as prompts
+        are on average."""
+        shares = _shares_at(self._phases, first)
+        mean = sum(self._tokens) / max(1, sum(self._trained)) or 1.0
+        sizes = [
+            tokens / prompts if tokens else mean for tokens, prompts in zip(self._tokens, self._trained, strict=True)
+        ]
+        expected, counts = [float(tokens) for tokens in self._tokens], [0] * len(shares)
+        for _ in range(count):
+            total = sum(expected)
+            behind = [share * total - own for share, own in zip(shares, expected, strict=True)]
+            number = max((each for each in range(len(shares)) if shares[each]), key=behind.__getitem__)
+            counts[number] += 1
+            expected[number] += sizes[number]
+        return counts
 
     def next_for(self, missing: Mapping[str, int], count: int) -> list[SampledPrompt]:
         """Return the next `count` prompts, of each source in proportion to what is missing of it."""
@@ -169,6 +205,8 @@ class PromptMixture(PromptStream):
             "seed": self._seed,
             "shuffle": self._shuffle,
             "rounds": [list(counts) for counts in self._rounds],
+            "by_tokens": self._by_tokens,
+            "trained": [list(self._tokens), list(self._trained)],
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -185,11 +223,19 @@ class PromptMixture(PromptStream):
                 f"{', '.join(source.name for source in self._sources)}; start afresh with checkpointing.resume=false"
             )
         rounds = state.get("rounds", [])
-        if not isinstance(rounds, list):
-            raise CheckpointError(f"data position: rounds: expected a list, got {rounds!r}")
+        trained = state.get("trained")
+        if not isinstance(rounds, list) or not isinstance(trained, list):
+            raise CheckpointError(
+                f"data position: expected lists of rounds and of what was trained, got {dict(state)!r}"
+            )
         found = {**state, "phases": _begun(phases, position)}
         mine = {**mine, "phases": _begun(mine["phases"], position)}
-        for name, key in (("sources", "data.train"), ("seed", "grpo.seed"), ("shuffle", "data.shuffle")):
+        for name, key in (
+            ("sources", "data.train"),
+            ("seed", "grpo.seed"),
+            ("shuffle", "data.shuffle"),
+            ("by_tokens", "data.mixture.unit"),
+        ):
             if found.get(name) != mine[name]:
                 raise CheckpointError(
                     f"data position: {name}: the checkpoint has {found.get(name)!r}, this run {mine[name]!r}; resume "
@@ -201,6 +247,7 @@ class PromptMixture(PromptStream):
                 f"{found['phases']!r}, this run {mine['phases']!r}; keep the weights that it had, and change them from "
                 "a later step on with data.train.NAME.schedule"
             )
+        self._tokens, self._trained = (list(each) for each in trained)
         self._rounds, self._of_rounds = [], []
         for counts in rounds:
             self._add_round(counts)
@@ -229,6 +276,10 @@ class PromptMixture(PromptStream):
         return known[1]
 
 
+def _shares_at(phases: Sequence[Phase], ordinal: int) -> tuple[float, ...]:
+    return phases[bisect_right(phases, ordinal, key=lambda each: each.first) - 1].shares
+
+
 def _begun(phases: object, position: int) -> list[object]:
     """Return the phases that have begun before a position; a stored one may be malformed."""
     assert isinstance(phases, list)
@@ -255,19 +306,14 @@ class _Turns:
             self.sources.append(number)
             self._counts[number] += 1
 
-    def _shares(self, ordinal: int) -> tuple[float, ...]:
-        return self._phases[self._phase(ordinal)].shares
-
-    def _phase(self, ordinal: int) -> int:
-        return bisect_right(self._phases, ordinal, key=lambda each: each.first) - 1
-
     def _next(self, ordinal: int) -> int:
         """Choose the source of the next ordinal."""
-        for number, share in enumerate(self._shares(ordinal)):
+        phase = bisect_right(self._phases, ordinal, key=lambda each: each.first) - 1
+        for number, share in enumerate(self._phases[phase].shares):
             self._targets[number] += share
         if self._num_sources == 1:
             return 0
-        least, phase = 1.0 / (2 * self._num_sources - 2), self._phase(ordinal)
+        least = 1.0 / (2 * self._num_sources - 2)
         behind = [target - count for target, count in zip(self._targets, self._counts, strict=True)]
         ready = [number for number, each in enumerate(behind) if each >= least - ROUNDING]
         return min(ready, key=lambda number: self._deadline(number, 1.0 - least - behind[number], ordinal, phase))

@@ -57,6 +57,9 @@ class PromptStream(ABC):
         """Return how many of `count` groups that are trained are to be of each source, from the group `first` on."""
         return {"": count}
 
+    def trained(self, tokens: Mapping[str, int], prompts: Mapping[str, int]) -> None:  # noqa: B027 - of one source all
+        """Note the response tokens and the prompts of each source that a step has trained."""
+
     def next_for(self, missing: Mapping[str, int], count: int) -> list[SampledPrompt]:
         """Return the next `count` prompts, as `next` does, for groups that are missing.
 

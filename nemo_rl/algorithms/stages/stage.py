@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+import numpy as np
 import torch
 
 from nemo_rl.algorithms.grpo import ScoredRows
@@ -40,7 +41,18 @@ from nemo_rl.models.policy.interfaces import LossFunction
 from nemo_rl.models.policy.tq_policy import TQPolicy, TrainSummary
 from nemo_rl.utils.flops import TransformerShape, sequence_cost
 
-__all__ = ["ChosenRows", "Stage", "StageTools", "StepState", "Teacher", "UpdateStage", "begin_step", "join_steps"]
+__all__ = [
+    "ChosenRows",
+    "SourceRows",
+    "Stage",
+    "StageTools",
+    "StepState",
+    "Teacher",
+    "UpdateStage",
+    "begin_step",
+    "join_steps",
+    "sources_of_rows",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +131,36 @@ class StepState:
     def with_chosen_meta(self, meta: KVBatchMeta) -> StepState:
         """The state after a stage has written columns of the chosen rows."""
         return replace(self, chosen=replace(self.update, meta=meta))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceRows:
+    """Rows of a step whose prompts come from one source."""
+
+    rows: tuple[int, ...]
+    """Indices into the rows of the step."""
+    trained_rows: int
+    trained_tokens: int
+    """Tokens of the responses of the trained rows."""
+
+
+def sources_of_rows(step: StepState) -> dict[str, SourceRows]:
+    """Return the rows of each source by its name; nothing where there is one source alone."""
+    names = sorted({draw.source for draw in step.drawn} - {""})
+    if not names:
+        return {}
+    sources = {uid: draw.source for uid, draw in zip(step.uids, step.drawn, strict=True)}
+    lengths = step.rows.sample_stats.response_lengths
+    of_rows, trained = np.array([sources[uid] for uid in step.rows.group_uids]), np.zeros(len(lengths), dtype=bool)
+    trained[list(() if step.chosen is None else step.chosen.rows)] = True
+    return {
+        name: SourceRows(
+            rows=tuple(np.flatnonzero(of_rows == name).tolist()),
+            trained_rows=int((trained & (of_rows == name)).sum()),
+            trained_tokens=int(lengths[trained & (of_rows == name)].sum()),
+        )
+        for name in names
+    }
 
 
 def begin_step(number: int, drawn: Sequence[SampledPrompt], *, group_size: int, version: int) -> StepState:

@@ -61,15 +61,22 @@ def rule_sources_have_shares(config: MasterConfig) -> Iterator[str]:
             f"grpo.max_num_epochs: {grpo.max_num_epochs} is of one source, and data.train has {', '.join(named)}; set "
             "it to null, and max_num_epochs of a source that is to end the run"
         )
-    if grpo.use_dynamic_sampling:
-        if grpo.samples_ahead:
+    by_tokens = data.mixture.unit == "tokens"
+    if by_tokens and grpo.samples_ahead:
+        yield (
+            "data.mixture.unit: 'tokens' draws by what was trained, which an asynchronous run knows at another time in "
+            "each run; set it to prompts, or grpo.async.enabled=false"
+        )
+    if grpo.use_dynamic_sampling or by_tokens:
+        if grpo.use_dynamic_sampling and grpo.samples_ahead:
             yield (
                 "grpo.use_dynamic_sampling: true draws others for groups of equal rewards, and an asynchronous run "
                 "does not take them from the same source of data.train; set it to false, or grpo.async.enabled=false"
             )
+        takes = "data.mixture.unit: tokens" if by_tokens else "grpo.use_dynamic_sampling"
         yield from (
             f"data.train.{name}.max_num_epochs: {source.max_num_epochs} ends a run that takes prompts in turns, and "
-            "grpo.use_dynamic_sampling takes those that are missing; set it to null"
+            f"{takes} takes those that are missing; set it to null"
             for name, source in named.items()
             if source.max_num_epochs is not None
         )

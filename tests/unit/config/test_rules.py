@@ -71,6 +71,17 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         ((*SOURCES, "grpo.max_num_epochs=2"), "grpo.max_num_epochs: 2 is of one source, and data.train has a, b"),
         ((*SOURCES, DYNAMIC, "data.train.a.max_num_epochs=2"), "data.train.a.max_num_epochs: 2 ends a run"),
         (
+            (*SOURCES, "data.mixture.unit=tokens", "data.train.a.max_num_epochs=2"),
+            "ends a run that takes prompts in turns, and data.mixture.unit: tokens takes those that are missing",
+        ),
+        (
+            (
+                *(*SOURCES, "data.mixture.unit=tokens", "grpo.async.enabled=true"),
+                *("loss_fn.use_importance_sampling_correction=true", *NO_VALIDATION),
+            ),
+            "data.mixture.unit: 'tokens' draws by what was trained",
+        ),
+        (
             (
                 *(*SOURCES, DYNAMIC, "grpo.async.enabled=true", "loss_fn.use_importance_sampling_correction=true"),
                 *NO_VALIDATION,

@@ -179,3 +179,31 @@ def test_a_stream_of_rounds_is_resumed() -> None:
     for number in range(8, 20):
         assert _step(resumed, number, other, also) == _step(stream, number, rng, carried)
     assert resumed.at(40) == stream.at(40)
+
+
+def test_shares_of_tokens_are_steered_by_what_was_trained() -> None:
+    stream, rng, later = mixture(by_tokens=True), random.Random(2), mixture(by_tokens=True)
+    lengths = {"math": 900.0, "code": 300.0, "chat": 40.0}
+    tokens = Counter[str]()
+    for step in range(1, 201):
+        drawn = stream.next(32)
+        lengths["math"] *= 0.995
+        trained = Counter[str]()
+        for draw in drawn:
+            trained[draw.source] += round(lengths[draw.source] * rng.uniform(0.2, 1.8)) if rng.random() < 0.8 else 0
+        stream.trained(trained, Counter(draw.source for draw in drawn))
+        tokens.update(trained)
+        if step == 120:
+            later.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+            ahead = later.next(32)
+        if step == 121:
+            assert drawn == ahead
+    total = sum(tokens.values())
+    assert {name: pytest.approx(tokens[name] / total, abs=0.02) for name in SIZES} == dict(
+        zip(SIZES, SHARES, strict=True)
+    )
+
+
+def test_a_stream_by_tokens_is_not_one_by_prompts() -> None:
+    with pytest.raises(CheckpointError, match="by_tokens: .*same data.mixture.unit"):
+        mixture().load_state_dict(mixture(by_tokens=True).state_dict())
