@@ -5,8 +5,10 @@ Called by `sections`. Invariant: whatever decides prompts or rewards there is th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
@@ -43,7 +45,9 @@ class PromptSource:
     """One data set of a recipe, with the defaults that it takes."""
 
     where: str
-    """Dotted path of its section, there and here."""
+    """Dotted path of its section here."""
+    there: str
+    """Dotted path of its section there."""
     own: Mapping[str, Any]
     default: Mapping[str, Any]
     """`data.default`."""
@@ -57,7 +61,7 @@ class PromptSource:
     def key(self, name: str) -> str:
         """Return the dotted path of where the recipe sets it."""
         if name in self.own:
-            return f"{self.where}.{name}"
+            return f"{self.there}.{name}"
         return f"data.default.{name}" if name in self.default else f"data.{name}"
 
     @property
@@ -69,26 +73,30 @@ def convert_prompts(given: Given) -> Iterator[KeyOutcome]:
     """Yield `data.train`, `data.validation` and `env.name`."""
     if not any(given.has(f"data.{name}") for name in ("train", "validation", "dataset_name", "data_path")):
         return
-    train, validation, several = _sources(given)
-    yield from several
-    yield from _dataset(given, train, part="train")
-    if validation is not None:
-        yield from _dataset(given, validation, part="validation")
-        if validation.environment != train.environment:
-            why = f"{validation.environment!r}: one environment scores, and it is {train.environment!r}"
-            yield lacks(validation.key("env_name"), why, must_decide=True)
-    else:
+    train, held_out = _sources(given, "train"), _sources(given, "validation")
+    for source in train:
+        yield from _dataset(given, source, part="train")
+    if len(train) > 1:
+        why = "there all data sets are shuffled as one, so that each prompt is drawn equally often"
+        yield becomes("data.train", "data.mixture.by", "size", why)
+        if given.get("grpo.max_num_epochs") is not None:
+            yield becomes("grpo.max_num_epochs", "grpo.max_num_epochs", None, "each data set begins anew when it ends")
+    for source in held_out:
+        yield from _dataset(given, source, part="validation")
+    if not held_out:
         why = "the recipe has no validation prompts"
         yield becomes("data.validation", "data.validation", None, why)
         for name, off in (("val_period", 0), ("val_at_start", False), ("val_at_end", False)):
             yield becomes(f"grpo.{name}" if given.has(f"grpo.{name}") else "", f"grpo.{name}", off, why)
-    yield from _reward(train)
+    yield from _reward(train[0], "env")
+    for source in (*train[1:], *held_out):
+        if source.environment != train[0].environment:
+            yield from _reward(source, f"{source.where}.env")
 
 
 def convert_environments(given: Given) -> Iterator[KeyOutcome]:
     """Convert the sections below `env`: of the environments that score, and of others, which nothing reads."""
-    train, validation, _ = _sources(given)
-    used = {source.environment for source in (train, validation) if source is not None}
+    used = {source.environment for part in ("train", "validation") for source in _sources(given, part)}
     for name, section in given.section("env").items():
         if name in GYM_KEYS or name == GAME:
             continue
@@ -120,33 +128,49 @@ def _scoring(key: str, name: str, part: str, value: object) -> KeyOutcome:
     return lacks(key, f"{value!r}: {NOT_HERE}; see docs/coming_from_nemo_rl.md", must_decide=name == MATH)
 
 
-def _sources(given: Given) -> tuple[PromptSource, PromptSource | None, list[KeyOutcome]]:
-    """Return the training prompts, validation prompts, and what is said about further ones."""
-    data, found = given.section("data"), list[KeyOutcome]()
-    default = given.section("data.default")
+def _sources(given: Given, part: str) -> list[PromptSource]:
+    """Return the sources of `train`, of which there is at least one, be it empty, or of `validation`."""
+    data, default = given.section("data"), given.section("data.default")
     beside = {name: value for name, value in data.items() if name in SHARED}
     flat = {name: data[name] for name in ("dataset_name", "data_path") if name in data}
+    entry = data.get(part)
+    entries = [each for each in entry if isinstance(each, Mapping)] if isinstance(entry, list) else [entry]
+    found = [dict(each) if isinstance(each, Mapping) else {} for each in entries] or [{}]
+    if part == "train":
+        found = [{**own, **flat} for own in found] if len(found) == 1 else found
+    else:
+        found = [own for own in found if own]
+        [first, *_] = _sources(given, "train")
+        if not found and first.entry.get("split_validation_size"):
+            found = [{**first.own, "data_path": None}]
+    names = _names_of(found)
+    return [
+        PromptSource(
+            where=_where(part, name, number, len(found)),
+            there=f"data.{part}" if len(found) == 1 else f"data.{part}.{number}",
+            own=own,
+            default=default,
+            beside=beside,
+        )
+        for number, (own, name) in enumerate(zip(found, names, strict=True))
+    ]
 
-    def source(part: str) -> PromptSource | None:
-        entry = data.get(part)
-        if isinstance(entry, list):
-            if len(entry) > 1:
-                why = f"one source of prompts; the first of {len(entry)} is taken: write them to one file"
-                found.append(lacks(f"data.{part}", why, must_decide=True))
-            entry = entry[0] if entry else None
-        own = entry if isinstance(entry, Mapping) else {}
-        if part == "train":
-            own = {**own, **flat}
-        elif not own:
-            return None
-        return PromptSource(where=f"data.{part}", own=own, default=default, beside=beside)
 
-    train, validation = source("train"), source("validation")
-    assert train is not None, "training prompts always have a source, be it an empty one"
-    if validation is None and train.entry.get("split_validation_size"):
-        own = {**train.own, "data_path": None}
-        validation = PromptSource(where="data.validation", own=own, default=default, beside=beside)
-    return train, validation, found
+def _where(part: str, name: str, number: int, count: int) -> str:
+    """Return the section here of one of several data sets: the first of those held out is the main one."""
+    if part == "train":
+        return "data.train" if count == 1 else f"data.train.{name}"
+    return "data.validation" if number == 0 else f"data.validation_sets.{name}"
+
+
+def _names_of(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a name for each data set, all different."""
+    found: list[str] = []
+    for number, own in enumerate(entries):
+        given = str(own.get("name") or own.get("dataset_name") or Path(str(own.get("data_path") or "data")).stem)
+        name = re.sub(r"[^A-Za-z0-9_-]+", "-", given).strip("-") or "data"
+        found.append(name if name not in found else f"{name}-{number}")
+    return found
 
 
 def _dataset(given: Given, source: PromptSource, *, part: str) -> Iterator[KeyOutcome]:
@@ -187,8 +211,8 @@ def _rows(source: PromptSource, *, is_file: bool, is_folder: bool) -> Iterator[K
         )
         yield lacks(source.key("processor"), why, must_decide=True)
     for name in source.own:
-        if name not in ENTRY:
-            yield lacks(f"{where}.{name}", "what it does to the prompts is not known here", must_decide=True)
+        if name not in (*ENTRY, "name"):
+            yield lacks(f"{source.there}.{name}", "what it does to the prompts is not known here", must_decide=True)
 
 
 # ---- texts
@@ -264,11 +288,15 @@ def _literal(text: str) -> str:
 # ---- scores
 
 
-def _reward(train: PromptSource) -> Iterator[KeyOutcome]:
-    key, name = train.key("env_name"), train.environment
+def _reward(source: PromptSource, section: str) -> Iterator[KeyOutcome]:
+    """
+    Args:
+        section: dotted path of the environment's section here.
+    """
+    key, name = source.key("env_name"), source.environment
     if name == MATH:
-        yield becomes(key, "env.name", MATH, "")
+        yield becomes(key, f"{section}.name", MATH, "")
         return
     yield lacks(f"env.{name}", f"the environment {name!r} is not here; {GRADED} stands for a reward of your own")
-    yield becomes(key, "env.name", "custom", f"{name!r} there")
-    yield becomes(key, "env.reward_function", GRADED, "write it: see docs/guide.md")
+    yield becomes(key, f"{section}.name", "custom", f"{name!r} there")
+    yield becomes(key, f"{section}.reward_function", GRADED, "write it: see docs/guide.md")

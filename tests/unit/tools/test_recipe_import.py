@@ -280,6 +280,20 @@ def test_prompt_files_that_cannot_be_filled_are_left_to_somebody(file: str | Non
     assert problem.startswith("data.default.prompt_file: not supported") and why in problem
 
 
+def test_several_data_sets_become_sources_with_rewards_of_their_own(tmp_path: Path) -> None:
+    train = [{"data_path": "a.jsonl"}, {"dataset_name": "Code 2", "env_name": "code"}, {"data_path": "b/a.jsonl"}]
+    held_out = [{"data_path": "v.jsonl"}, {"name": "hard", "data_path": "h.jsonl", "env_name": "code"}]
+    changes = {"data": {"train": train, "validation": held_out}, "checkpointing": {"metric_name": "val:reward"}}
+    found = import_recipe(write(tmp_path, merged(changes)))
+    assert not found.problems
+    data = found.tree["data"]
+    assert list(data["train"]) == ["a", "Code-2", "a-2"] and data["mixture"] == {"by": "size"}
+    assert data["train"]["a"]["data_path"] == "a.jsonl" and data["train"]["a-2"]["data_path"] == "b/a.jsonl"
+    assert "env" not in data["train"]["a"] and data["train"]["Code-2"]["env"]["name"] == "custom"
+    assert data["validation"]["data_path"] == "v.jsonl" and "env" not in data["validation"]
+    assert data["validation_sets"]["hard"]["env"]["reward_function"] == "my_rewards:score"
+
+
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
@@ -289,8 +303,6 @@ def test_prompt_files_that_cannot_be_filled_are_left_to_somebody(file: str | Non
         ({"data": {"processor": "vlm_hf_data_processor"}}, "data.processor"),
         ({"data": {"train": {"split": "dapo"}}}, "data.train.split"),
         ({"data": {"train": {"subset": "hard"}}}, "data.train.subset"),
-        ({"data": {"train": [{"data_path": "a.jsonl"}, {"data_path": "b.jsonl"}]}}, "data.train"),
-        ({"data": {"validation": {"data_path": "v.jsonl", "env_name": "code"}}}, "data.validation.env_name"),
         ({"use_peft": True, "use_dora": True}, "use_dora"),
         ({"policy": {"generation": {"min_p": 0.05}}}, "policy.generation.min_p"),
         ({"policy": {"generation": {"vllm_kwargs": {"hf_overrides": {"a": 1}}}}}, "vllm_kwargs.hf_overrides"),
