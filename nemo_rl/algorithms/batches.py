@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from pathlib import Path
 from nemo_rl.algorithms.async_selection import Frontier
 from nemo_rl.algorithms.grpo import counted_rows, score_rows
 from nemo_rl.algorithms.stages.columns import PARTITION, ROLLOUT
-from nemo_rl.algorithms.stages.stage import StepState, begin_step, sources_of_rows
+from nemo_rl.algorithms.stages.stage import StepState, begin_step, trained_of_sources
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.data.sampler import PromptStream, SampledPrompt
 from nemo_rl.data_plane.client.link import CLEAR, stage_context
@@ -212,9 +211,8 @@ class SyncBatches(BatchSource):
         """Do nothing: no group is kept."""
 
     def trained(self, step: StepState) -> None:
-        rows = sources_of_rows(step)
-        tokens = {name: own.trained_tokens for name, own in rows.items()}
-        self._parts.sampler.trained(tokens, Counter(draw.source for draw in step.drawn) if rows else {})
+        if step.drawn[0].source:
+            self._parts.sampler.trained(*trained_of_sources(step))
 
     def updated(self, version: int, *, weights: str | None) -> None:
         """Do nothing: nothing is sampled before `next`."""
@@ -226,13 +224,11 @@ class SyncBatches(BatchSource):
         """Do nothing: no row waits."""
 
     def _begin(self, number: int, drawn: Sequence[SampledPrompt]) -> StepState:
-        size = self._parts.rows_per_group
-        return begin_step(number, drawn, group_size=size, version=self._parts.weight_version())
+        return begin_step(number, drawn, group_size=self._parts.rows_per_group, version=self._parts.weight_version())
 
     def _sample(self, step: StepState) -> list[RolloutResult]:
         """Have the groups of a step sampled; return them in the order of their draws."""
-        seed = self._parts.config.seed
-        oldest = step.policy_version
+        seed, oldest = self._parts.config.seed, step.policy_version
         requests = [
             group_request(draw, uid, seed=seed, oldest_version=oldest)
             for uid, draw in zip(step.uids, step.drawn, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -14,7 +14,7 @@ from nemo_rl.algorithms.async_batches import AsyncBatches, build_schedule
 from nemo_rl.algorithms.batches import BatchSource, DynamicBatches, RolloutParts, SyncBatches
 from nemo_rl.algorithms.preflight.inputs import too_few_prompts
 from nemo_rl.algorithms.scheduled_batches import RunSchedule, ScheduledBatches, ScheduleFile, with_durable_groups
-from nemo_rl.config.data import DataConfig
+from nemo_rl.config.data import DataConfig, SourceConfig
 from nemo_rl.config.data_plane import DurableConfig
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.policy import PolicyConfig
@@ -112,19 +112,25 @@ def _sampler(config: GRPOConfig, data: DataConfig, info: RolloutInfo) -> PromptS
     return PromptSampler(num_prompts, seed=config.seed, shuffle=data.shuffle, max_num_epochs=config.max_num_epochs)
 
 
+def _mixed(name: str, source: SourceConfig, first: int, num_prompts: int) -> MixedSource:
+    return MixedSource(name=name, first=first, num_prompts=num_prompts, max_num_epochs=source.max_num_epochs)
+
+
+def _weights(source: SourceConfig) -> Mapping[int, float]:
+    return source.weights
+
+
 def _mixture(config: GRPOConfig, data: DataConfig, sizes: Sequence[int]) -> PromptMixture:
     """
     Args:
         sizes: prompts of each source.
     """
     named = data.train.named
-    sources = [
-        MixedSource(name=name, first=first, num_prompts=size, max_num_epochs=source.max_num_epochs)
-        for (name, source), first, size in zip(named.items(), accumulate(sizes, initial=0), sizes, strict=False)
-    ]
+    places = zip(accumulate(sizes, initial=0), sizes, strict=False)
+    sources = [_mixed(name, source, *place) for (name, source), place in zip(named.items(), places, strict=True)]
     by_size = [size ** (1 / data.mixture.size_temperature) if data.mixture.by == "size" else 1.0 for size in sizes]
     phases = []
-    for step in sorted({step for source in named.values() for step in source.weights}):
+    for step in sorted({step for source in named.values() for step in _weights(source)}):
         weights = [source.weight_at(step) * size for source, size in zip(named.values(), by_size, strict=True)]
         shares = tuple(weight / sum(weights) for weight in weights)
         phases.append(Phase(first=(step - 1) * config.num_prompts_per_step, shares=shares))

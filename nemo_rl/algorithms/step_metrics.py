@@ -90,7 +90,7 @@ def step_metrics(step: StepState) -> dict[str, float]:
     }
     metrics |= {f"{REWARD_METRIC}/{name}": mean_of_scored(part) for name, part in counted.components.items()}
     metrics.update({f"rollout/{name}": value for name, value in values(step.rows.metrics).items()})
-    metrics |= _source_metrics(step)
+    metrics |= _source_metrics(step) if step.drawn[0].source else {}
     metrics |= staleness_metrics(step.rows.weight_versions, policy_version=step.policy_version)
     metrics |= pack_metrics("train", plan) | pack_metrics("logprob", logprob_plan)
     if step.measured is not None:
@@ -109,8 +109,7 @@ def _reward_metrics(counted: SampleStats) -> dict[str, float]:
 
 
 def _source_metrics(step: StepState) -> dict[str, float]:
-    """Return the mean reward, the rows, and the trained rows and response tokens of each source of prompts, where there
-    are several."""
+    """Return the mean reward, the rows, and the trained rows and response tokens of each source of prompts."""
     stats, uids = step.rows.sample_stats, step.rows.group_uids
     metrics: dict[str, float] = {}
     for name, own in sources_of_rows(step).items():

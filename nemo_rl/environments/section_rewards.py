@@ -18,7 +18,7 @@ from nemo_rl.environments.interfaces import ChecksAnswers, Environment, EnvRepor
 from nemo_rl.environments.process_environment import build_environment, reward_identity
 from nemo_rl.errors import RewardError
 
-__all__ = ["SectionRewards", "build_rewards", "scorer_of"]
+__all__ = ["SectionRewards", "build_rewards"]
 
 DEFAULT = "env"
 """Path of the section that scores the rows of all sections of `data` without one of their own."""
@@ -124,8 +124,3 @@ def build_rewards(
     if list(found) == [DEFAULT]:
         return found[DEFAULT], identities[DEFAULT]
     return SectionRewards(found), ";".join(f"{path}={identity}" for path, identity in identities.items())
-
-
-def scorer_of(environment: Environment | None, section: str) -> Environment | None:
-    """Return what scores the rows of a section of `data`."""
-    return environment.of(section) if isinstance(environment, SectionRewards) else environment

@@ -26,7 +26,7 @@ from nemo_rl.environments.conversation_host import EnvironmentHost
 from nemo_rl.environments.interfaces import Environment
 from nemo_rl.environments.process_environment import RewardLog
 from nemo_rl.environments.programs import ProgramHost, ProgramSpec, absolute_command
-from nemo_rl.environments.section_rewards import build_rewards
+from nemo_rl.environments.section_rewards import SectionRewards, build_rewards
 from nemo_rl.environments.tool_schema import schema_of
 from nemo_rl.environments.tools import HostedTool, ToolHost, calculator
 from nemo_rl.environments.zygote import HostLimits
@@ -96,6 +96,10 @@ class RolloutEnvironment:
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
         return () if self.hosts.tools is None else self.hosts.tools.schemas
+
+    def scorer_of(self, section: str) -> Environment | None:
+        """Return what scores the rows of a section of `data`."""
+        return self.scorer.of(section) if isinstance(self.scorer, SectionRewards) else self.scorer
 
     @property
     def identity(self) -> str:

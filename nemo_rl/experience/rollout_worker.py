@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,11 @@ class RolloutWorker:
             )
             self._sets = drop_unreadable(spec.data, self._parts.environment.scorer, sets)
             self._train = tuple(prompt for where in spec.data.sources for prompt in self._sets[where].prompts)
+            ends = accumulate(len(self._sets[where]) for where in spec.data.sources)
+            self._numbers = {
+                where: range(end - len(self._sets[where]), end)
+                for where, end in zip(spec.data.sources, ends, strict=True)
+            }
             self._answers = AnswerCheck(self._parts.environment.scorer, self._sets)
             if not self._answers.look():
                 self._answers.go_on()
@@ -246,11 +252,8 @@ class RolloutWorker:
         Raises:
             WorkerError: an engine failed, or holds other weights. RewardError: a reward function failed.
         """
-        first = 0
-        for where in self._spec.data.sources:
-            end = first + len(self._sets[where])
-            self._answers.require(where, [group.prompt - first for group in groups if first <= group.prompt < end])
-            first = end
+        for where, numbers in self._numbers.items():
+            self._answers.require(where, [each.prompt - numbers.start for each in groups if each.prompt in numbers])
         if self._parts.conversations is not None:
             first, step = share
             mine = groups[first::step]

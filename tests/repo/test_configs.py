@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from nemo_rl.cli.launch import init
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.config.schema_walk import iter_fields, section_class
+from nemo_rl.config.schema_walk import iter_fields, named_class, section_class
 from nemo_rl.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -149,6 +149,8 @@ def unread_keys(sources: Iterable[str], *, config_sources: Iterable[str]) -> set
 
 def _sections(section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
     yield section.__name__, section
+    if (named := named_class(section)) is not None:
+        yield from _sections(named)
     for field in section.model_fields.values():
         if (inner := section_class(field.annotation)) is not None:
             yield from _sections(inner)
@@ -159,9 +161,16 @@ def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str
     for name, field in section.model_fields.items():
         inner, key = section_class(field.annotation), f"{prefix}{field.alias or name}"
         if inner is None:
-            yield key, section.__name__, name
+            yield key, _declaring(section, name), name
         else:
             yield from _keys(inner, f"{key}.")
+    if (named := named_class(section)) is not None:
+        yield from _keys(named, f"{prefix}NAME.")
+
+
+def _declaring(section: type[BaseModel], name: str) -> str:
+    """Return the class in which a key is declared: readers of that one read it of all below."""
+    return next(base.__name__ for base in reversed(section.__mro__) if name in vars(base).get("__annotations__", {}))
 
 
 class _Reads:

@@ -45,7 +45,6 @@ from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
 from nemo_rl.environments.interfaces import Response
 from nemo_rl.environments.process_environment import ProcessEnvironment
-from nemo_rl.environments.section_rewards import scorer_of
 from nemo_rl.errors import ConfigError, DatasetError, RewardError, UserError
 from nemo_rl.experience.conversation_setup import EXAMPLE_TOOLS, FormatCheck, RolloutEnvironment, check_format
 from nemo_rl.experience.rollouts import RolloutSpec
@@ -270,7 +269,7 @@ def check_reward(subject: Subject) -> list[str]:
     environment = RolloutEnvironment(RolloutSpec.of(subject.config))
     try:
         for where, source in subject.config.data.sources.items():
-            env, scorer = source.env or subject.config.env, scorer_of(environment.scorer, where)
+            env, scorer = source.env or subject.config.env, environment.scorer_of(where)
             if env.preflight_reward and env.reward_function is not None and isinstance(scorer, ProcessEnvironment):
                 _score_first(env, scorer, source, where)
     finally:

@@ -238,11 +238,12 @@ class LogRollouts(Stage):
     def _submit(self, step: StepState) -> Pending[StepState]:
         config, sample_stats, versions = self._tools.logger, step.rows.sample_stats, step.rows.weight_versions
         about = sample_stats.conversations
-        draws = dict(zip(step.uids, step.drawn, strict=False))
-        rows = _first_rows(step, draws, config.num_rollouts_to_log)
+        count = min(config.num_rollouts_to_log, len(step.rows.meta))
+        rows = _first_of_sources(step, count) if step.drawn[0].source else range(count)
         meta = step.rows.meta.subset(rows)
         scored = self._scored(step, meta)
         known = set(scored.keys) if scored is not None else set()
+        draws = dict(zip(step.uids, step.drawn, strict=False))
         records = [
             row_record(
                 reward=sample_stats.rewards[row],
@@ -282,20 +283,13 @@ class LogRollouts(Stage):
 
 
 def _asked(draw: SampledPrompt | None) -> dict[str, object]:
-    """Return the number of a row's prompt, and the name of its source where there are several."""
-    source = {PROMPT_SOURCE: draw.source} if draw is not None and draw.source else {}
-    return {PROMPT_NUMBER: None if draw is None else draw.prompt, **source}
+    number = {PROMPT_NUMBER: None if draw is None else draw.prompt}
+    return {**number, PROMPT_SOURCE: draw.source} if draw is not None and draw.source else {**number}
 
 
-def _first_rows(step: StepState, draws: Mapping[str, SampledPrompt], count: int) -> Sequence[int]:
-    """Return so many of the first rows, the same number of each source as far as there are enough.
-
-    Args:
-        draws: of the groups, by their names.
-    """
-    keys = step.rows.meta.keys
-    if not any(draw.source for draw in step.drawn):
-        return range(min(count, len(keys)))
+def _first_of_sources(step: StepState, count: int) -> list[int]:
+    """Return so many of the first rows, the same number of each source as far as there are enough."""
+    keys, draws = step.rows.meta.keys, dict(zip(step.uids, step.drawn, strict=True))
     seen, places = Counter[str](), list[int]()
     for key in keys:
         source = draws[group_uid(key)].source

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -52,6 +53,7 @@ __all__ = [
     "begin_step",
     "join_steps",
     "sources_of_rows",
+    "trained_of_sources",
 ]
 
 
@@ -79,7 +81,7 @@ class StepState:
     """Counted from 1."""
     partition: str
     drawn: tuple[SampledPrompt, ...]
-    """Prompts of the groups; their ordinals decide the seeds of the rows."""
+    """Prompts of the groups; their ordinals decide the seeds of the rows. Those of several sources all have a name."""
     uids: tuple[str, ...]
     """Names of the groups, one per prompt."""
     keys: tuple[str, ...]
@@ -145,10 +147,8 @@ class SourceRows:
 
 
 def sources_of_rows(step: StepState) -> dict[str, SourceRows]:
-    """Return the rows of each source by its name; nothing where there is one source alone."""
-    names = sorted({draw.source for draw in step.drawn} - {""})
-    if not names:
-        return {}
+    """Return the rows of each source by its name; of a step that has several sources."""
+    names = sorted({draw.source for draw in step.drawn})
     sources = {uid: draw.source for uid, draw in zip(step.uids, step.drawn, strict=True)}
     lengths = step.rows.sample_stats.response_lengths
     of_rows, trained = np.array([sources[uid] for uid in step.rows.group_uids]), np.zeros(len(lengths), dtype=bool)
@@ -161,6 +161,12 @@ def sources_of_rows(step: StepState) -> dict[str, SourceRows]:
         )
         for name in names
     }
+
+
+def trained_of_sources(step: StepState) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the response tokens that a step of several sources has trained of each, and the prompts of each."""
+    tokens = {name: own.trained_tokens for name, own in sources_of_rows(step).items()}
+    return tokens, dict(Counter(draw.source for draw in step.drawn))
 
 
 def begin_step(number: int, drawn: Sequence[SampledPrompt], *, group_size: int, version: int) -> StepState:

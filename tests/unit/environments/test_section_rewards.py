@@ -12,7 +12,7 @@ from nemo_rl.config.env import EnvConfig
 from nemo_rl.config.load import load_config
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.interfaces import Environment, Response
-from nemo_rl.environments.section_rewards import build_rewards, scorer_of
+from nemo_rl.environments.section_rewards import SectionRewards, build_rewards
 from nemo_rl.errors import RewardError
 
 REWARD = """\
@@ -47,8 +47,8 @@ def test_rows_are_scored_by_their_section_and_stay_in_their_order(rewards: tuple
     assert (short[0], short[2], right[0], right[2]) == (1.0, 0.0, 0.5, 0.0)
     assert all(map(math.isnan, (short[1], short[3], right[1], right[3])))
     assert identity.startswith("env=sort;data.train.chat.env=custom:")
-    assert scorer_of(scorer, "data.train.math") is scorer_of(scorer, "data.validation")
-    assert scorer_of(scorer, "data.train.chat") is not scorer_of(scorer, "data.train.math")
+    assert isinstance(scorer, SectionRewards)
+    assert scorer.of("data.train.math") is scorer.of("data.validation") is not scorer.of("data.train.chat")
 
 
 def test_what_one_reward_says_of_an_answer_is_of_its_rows_alone(rewards: tuple[Environment, str]) -> None:
