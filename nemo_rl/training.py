@@ -210,7 +210,7 @@ class Run:
         Raises:
             CheckpointError: there is none, it is damaged, or the folder exists.
         """
-        export(self.folder, out=Path(folder))
+        export(str(self.folder), out=Path(folder))
         return Path(folder)
 
     @contextmanager

@@ -98,8 +98,9 @@ class RunSummary:
     last_reward: float | None
     num_steps: int
     seconds: float
-    last_checkpoint: Path | None
-    best_checkpoint: Path | None
+    last_checkpoint: str | Path | None
+    """Its folder, or its URL."""
+    best_checkpoint: str | Path | None
     """The best of the kept checkpoints by `checkpointing.metric_name`."""
     is_out_of_time: bool = False
     """Ended before its last step, to be saved by `checkpointing.must_save_by`."""
@@ -160,7 +161,7 @@ class GRPOTrainer:
             num_steps=self._step,
             seconds=time.monotonic() - started,
             last_checkpoint=self._saver.last_path,
-            best_checkpoint=None if best is None else best.path,
+            best_checkpoint=None if best is None else best.url or best.path,
             is_out_of_time=self._is_out_of_time and not self._is_done(),
             is_interrupted=interrupt.is_noticed() and not self._is_done(),
         )

@@ -175,12 +175,12 @@ def run(config: MasterConfig, *, console: Console, forks: ForkServer | None = No
     return summary
 
 
-def _outputs(config: LoggerConfig, summary: RunSummary) -> dict[str, Path]:
+def _outputs(config: LoggerConfig, summary: RunSummary) -> dict[str, str | Path]:
     """Return the files that the run wrote, by name; a name whose file is not there is left out."""
     log_dir = config.log_dir
     if config.reward_curve:
         write_reward_curve(log_dir / METRICS_FILE, log_dir / CURVE_FILE)
-    found = {
+    found: dict[str, str | Path] = {
         "metrics": log_dir / METRICS_FILE,
         "TensorBoard events": log_dir / "tensorboard",
         "resolved config": log_dir / CONFIG_FILE,
@@ -193,7 +193,7 @@ def _outputs(config: LoggerConfig, summary: RunSummary) -> dict[str, Path]:
         found["last checkpoint"] = summary.last_checkpoint
     if summary.best_checkpoint is not None:
         found["best checkpoint"] = summary.best_checkpoint
-    return {name: path for name, path in found.items() if path.exists()}
+    return {name: path for name, path in found.items() if isinstance(path, str) or path.exists()}
 
 
 TRAINING_LABEL = "training reward"

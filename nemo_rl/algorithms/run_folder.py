@@ -33,6 +33,7 @@ from nemo_rl.models.hf.loading import CONFIG_FILE as MODEL_CONFIG_FILE
 from nemo_rl.utils.checkpoint import STEP, Checkpoint, checkpoint_paths, is_of_checkpoint
 from nemo_rl.utils.exits import CRASH_FILE
 from nemo_rl.utils.files import open_plain, read_plain_text, write_text
+from nemo_rl.utils.remote_checkpoints import RemoteCheckpoints, open_checkpoints
 from nemo_rl.utils.rollout_file import ROLLOUTS, steps_with_rollouts
 from nemo_rl.utils.run_lock import OUTCOME_FILE, lock_folder, recorded_outcome
 from nemo_rl.utils.trackers import METRICS_FILE
@@ -55,6 +56,7 @@ __all__ = [
     "run_folders",
     "run_start",
     "same_or_refused",
+    "saved_steps",
     "truncate_rollouts",
     "used_folder_problems",
 ]
@@ -140,16 +142,16 @@ def run_start(state: Mapping[str, object], *, where: object) -> datetime | None:
 
 def first_start(resume_from: Checkpoint | None) -> datetime:
     """Return when the run that goes on was started; a chat template may print it."""
-    known = None if resume_from is None else run_start(resume_from.state, where=resume_from.path)
+    known = None if resume_from is None else run_start(resume_from.state, where=resume_from.place)
     return known or datetime.now()
 
 
 def date_line(began: datetime, resume_from: Checkpoint | None) -> str:
     """Return what the user is told of a chat template that prints the date."""
-    if resume_from is not None and run_start(resume_from.state, where=resume_from.path) is None:
+    if resume_from is not None and run_start(resume_from.state, where=resume_from.place) is None:
         return (
-            f"the chat template prints the date, and {resume_from.path} does not say when its run was started: prompts "
-            f"say {began:%Y-%m-%d %H:%M} from here on"
+            f"the chat template prints the date, and {resume_from.place} does not say when its run was started: "
+            f"prompts say {began:%Y-%m-%d %H:%M} from here on"
         )
     return f"the chat template prints the date: prompts keep that of the run's first start, {began:%Y-%m-%d %H:%M}"
 
@@ -167,7 +169,7 @@ def identity_of(
     """
     identity = {**info.identity, "model": model_digest(model_name)}
     if resume_from is not None:
-        same_or_refused(resume_from.state, identity, allowed=allowed, where=resume_from.path)
+        same_or_refused(resume_from.state, identity, allowed=allowed, where=resume_from.place)
     return identity
 
 
@@ -252,6 +254,7 @@ def open_run_folders(
 
     Raises:
         RunFolderError: another run uses one of them, or has left its results there.
+        CheckpointError: the URL of the checkpoints cannot be listed.
     """
     with ExitStack() as stack:
         for folder in run_folders(logger, checkpointing, durable=durable):
@@ -283,14 +286,15 @@ def used_folder_problems(logger: LoggerConfig, checkpointing: CheckpointingConfi
                 for path in _checkpoints(log_dir, checkpointing)
                 if STEP.fullmatch(path.name) and not is_of_checkpoint(path)
             ]
-        found, steps = _recorded(log_dir), _steps(log_dir, checkpointing)
+        found, steps = _recorded(log_dir), saved_steps(checkpointing, log_dir)
     except OSError as error:
         return [f"logger.log_dir: {log_dir} cannot be read: {error}"]
     if not found and not steps:
         return []
     ways = ["logger.overwrite=true to remove what the earlier run wrote"]
     if steps:
-        where = "" if _are_together(log_dir, checkpointing) else f" in {checkpointing.folder(log_dir)}"
+        place = checkpointing.url or checkpointing.folder(log_dir)
+        where = "" if _are_together(log_dir, checkpointing) else f" in {place}"
         found.append(f"{len(steps)} checkpoints{where}, the newest step_{max(steps)}")
         ways.insert(0, "checkpointing.resume=true to continue it")
     others = (
@@ -336,13 +340,25 @@ def _recorded(log_dir: Path) -> list[str]:
     return found + ([f"rollouts of {rollouts} steps"] if rollouts else [])
 
 
-def _steps(log_dir: Path, checkpointing: CheckpointingConfig) -> list[int]:
+def saved_steps(checkpointing: CheckpointingConfig, log_dir: Path) -> list[int]:
+    """Return the steps of which there are checkpoints, damaged ones included.
+
+    Raises:
+        CheckpointError: the URL of the checkpoints cannot be listed.
+    """
+    if checkpointing.enabled and (manager := _remote(checkpointing, log_dir)) is not None:
+        return manager.steps()
     names = [path.name for path in _checkpoints(log_dir, checkpointing)]
     return [int(name.removeprefix("step_")) for name in names if STEP.fullmatch(name)]
 
 
+def _remote(checkpointing: CheckpointingConfig, log_dir: Path) -> RemoteCheckpoints | None:
+    manager = open_checkpoints(checkpointing, log_dir)
+    return manager if isinstance(manager, RemoteCheckpoints) else None
+
+
 def _are_together(log_dir: Path, checkpointing: CheckpointingConfig) -> bool:
-    return _real(checkpointing.folder(log_dir)).is_relative_to(_real(log_dir))
+    return checkpointing.url is None and _real(checkpointing.folder(log_dir)).is_relative_to(_real(log_dir))
 
 
 def _real(path: Path) -> Path:
@@ -352,13 +368,15 @@ def _real(path: Path) -> Path:
 
 def _checkpoints(log_dir: Path, checkpointing: CheckpointingConfig) -> list[Path]:
     """Return what checkpoints have written; without checkpointing only where that is a part of the log folder."""
-    if checkpointing.enabled or _are_together(log_dir, checkpointing):
+    if checkpointing.enabled or checkpointing.url is not None or _are_together(log_dir, checkpointing):
         return checkpoint_paths(checkpointing.folder(log_dir))
     return []
 
 
 def _remove_earlier_run(log_dir: Path, checkpointing: CheckpointingConfig) -> None:
     paths = [path for pattern in WRITTEN for path in log_dir.glob(pattern)] + _checkpoints(log_dir, checkpointing)
+    if checkpointing.enabled and (manager := _remote(checkpointing, log_dir)) is not None:
+        manager.remove_all()
     for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

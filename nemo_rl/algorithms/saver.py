@@ -27,6 +27,7 @@ from nemo_rl.errors import CheckpointError, NemoRLError
 from nemo_rl.models.policy.tq_policy import Policy
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager, Unfinished
 from nemo_rl.utils.deadlines import SaveDeadline
+from nemo_rl.utils.remote_checkpoints import open_checkpoints
 
 __all__ = ["Saver", "build_checkpoints", "checkpoint_to_resume"]
 
@@ -41,7 +42,7 @@ class _Running:
     unfinished: Unfinished
     seconds: float
     """Seconds that the save has taken so far, without those in which nobody looked."""
-    completed: Future[Path] | None = None
+    completed: Future[str | Path] | None = None
     """Once all workers have written."""
 
 
@@ -60,12 +61,12 @@ class Saver:
         self._running: _Running | None = None
         self.deadline = SaveDeadline()
         """Hears how long saves take."""
-        self.last_path: Path | None = None
-        """Path of the last complete checkpoint of the run."""
+        self.last_path: str | Path | None = None
+        """Path or URL of the last complete checkpoint of the run."""
         self.last_step = 0
 
     def resumed(self, checkpoint: Checkpoint) -> None:
-        self.last_path, self.last_step = checkpoint.path, checkpoint.step
+        self.last_path, self.last_step = checkpoint.url or checkpoint.path, checkpoint.step
 
     def save(
         self, step: int, *, state: Mapping[str, object], also: Callable[[Path], None] | None = None, waits: bool
@@ -93,6 +94,7 @@ class Saver:
                 weights=unfinished.folder / "policy" / "weights",
                 optimizer=unfinished.folder / "policy" / "optimizer" if self._config.save_optimizer else None,
                 tokenizer=unfinished.folder / "policy" / "weights",
+                upload=unfinished.upload,
             )
         if is_beside:
             self._running = _Running(unfinished=unfinished, seconds=time.monotonic() - started)
@@ -137,8 +139,9 @@ class Saver:
                 path = completed.result(self._timeout_s)
             except TimeoutError as error:
                 raise CheckpointError(
-                    f"checkpoint of step {running.unfinished.step}: reading its files back takes longer than "
-                    f"{self._timeout_s:.0f} s; raise cluster.stage_timeout_s, or use a faster disk"
+                    f"checkpoint of step {running.unfinished.step}: reading its files back, and uploading the last "
+                    f"of them to a URL, takes longer than {self._timeout_s:.0f} s; raise cluster.stage_timeout_s, or "
+                    "use a faster disk"
                 ) from error
         self._running = None
         self._note(running.unfinished.step, path, seconds=running.seconds)
@@ -169,7 +172,7 @@ class Saver:
         except NemoRLError as error:
             logger.warning("the checkpoint of step %d was being written, and is removed: %s", step, error)
 
-    def _complete(self, running: _Running) -> Future[Path]:
+    def _complete(self, running: _Running) -> Future[str | Path]:
         """Waits for the workers; what is left to do runs in a thread."""
         with self._ends_with_an_error(), self._checkpoints.guarded(running.unfinished):
             running.seconds += self._policy.finish_save()
@@ -198,22 +201,20 @@ class Saver:
             self._running = None
             raise
 
-    def _note(self, step: int, path: Path, *, seconds: float) -> None:
+    def _note(self, step: int, path: str | Path, *, seconds: float) -> None:
         self.last_path, self.last_step = path, step
         self.deadline.save_took(seconds)
         logger.info("saved step %d in %.1f s", step, seconds)
 
 
-def build_checkpoints(config: CheckpointingConfig, *, folder: Path, metric_name: str) -> CheckpointManager | None:
+def build_checkpoints(
+    config: CheckpointingConfig, *, log_dir: Path, metric_name: str, timeout_s: float
+) -> CheckpointManager | None:
     """Return the checkpoints of a run; None where it saves none."""
     if not config.enabled:
         return None
-    return CheckpointManager(
-        folder,
-        keep_top_k=config.keep_top_k,
-        metric_name=metric_name.replace(":", "/", 1),
-        higher_is_better=config.higher_is_better,
-    )
+    metric_name = metric_name.replace(":", "/", 1)
+    return open_checkpoints(config, log_dir, keep_top_k=config.keep_top_k, metric_name=metric_name, timeout_s=timeout_s)
 
 
 def checkpoint_to_resume(
@@ -227,7 +228,7 @@ def checkpoint_to_resume(
         return None
     choice = checkpoints.choose(with_optimizer=config.load_optimizer)
     chosen = choice.checkpoint
-    note(f"resuming after step {chosen.step} from {chosen.path}: {choice.reason}")
+    note(f"resuming after step {chosen.step} from {chosen.place}: {choice.reason}")
     truncate_rollouts(log_dir, resume_step=chosen.step)
     StepsFolder(log_dir).cut(resume_step=chosen.step)
     return chosen

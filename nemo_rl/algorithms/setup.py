@@ -92,7 +92,10 @@ def open_parts(
         shown, log_dir = config.logger, config.logger.log_dir
         panel = stack.enter_context(Panel(console, live=shown.live_panel, is_full=shown.console == "full"))
         checkpoints = build_checkpoints(
-            config.checkpointing, folder=config.checkpoint_dir, metric_name=config.checkpoint_metric
+            config.checkpointing,
+            log_dir=log_dir,
+            metric_name=config.checkpoint_metric,
+            timeout_s=config.cluster.stage_timeout_s,
         )
         resume_from = checkpoint_to_resume(config.checkpointing, checkpoints, log_dir=log_dir, note=panel.note)
         write_config(log_dir, to_yaml(given))

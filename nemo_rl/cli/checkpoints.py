@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nemo_rl.config.backends import LoraConfig
+from nemo_rl.config.base import is_url
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.yaml_text import masked
@@ -31,6 +32,8 @@ from nemo_rl.utils.console import make_console
 from nemo_rl.utils.exits import machine_problem
 from nemo_rl.utils.files import give_usual_modes, write_text
 from nemo_rl.utils.memory import package_versions
+from nemo_rl.utils.object_store import ObjectStore
+from nemo_rl.utils.remote_checkpoints import RemoteCheckpoints
 
 if TYPE_CHECKING:
     from nemo_rl.experience.evaluation.evaluator import Evaluator, ValidationResult
@@ -62,11 +65,16 @@ class FoundWeights:
     """0 for what is no checkpoint of a run."""
     state: Mapping[str, object] = field(default_factory=dict)
     """State that the checkpoint holds."""
+    url: str | None = None
+    """URL from which it was downloaded."""
 
 
 def evaluate(
     checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="a checkpoint step_N, a run, a model folder or a model's name")
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT", help="a checkpoint step_N or a run, also by URL, a model folder or a model's name"
+        ),
     ],
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, also config.yaml of a run")],
     overrides: Annotated[
@@ -116,16 +124,21 @@ def find_weights(given: str, step: int | None) -> FoundWeights:
         CheckpointError: there is none, not this one, or it is damaged.
     """
     place = Path(given)
+    if is_url(given):
+        return _of_checkpoint(find_checkpoint(given, step=step))
     if (place / ADAPTER_CONFIG).is_file():
         return FoundWeights(model="", adapter=place, step=0)
     if place.is_dir() and not (place / "config.json").is_file():
-        found = find_checkpoint(place, step=step)
-        if (found.weights / ADAPTER_CONFIG).is_file():
-            return FoundWeights(model="", adapter=found.weights, step=found.step, state=found.state)
-        return FoundWeights(model=str(found.weights), step=found.step, state=found.state)
+        return _of_checkpoint(find_checkpoint(place, step=step))
     if step is not None:
         raise CheckpointError(f"--step {step}: {given} is no run and holds no checkpoints; leave it out")
     return FoundWeights(model=given, step=0)
+
+
+def _of_checkpoint(found: Checkpoint) -> FoundWeights:
+    if (found.weights / ADAPTER_CONFIG).is_file():
+        return FoundWeights(model="", adapter=found.weights, step=found.step, state=found.state, url=found.url)
+    return FoundWeights(model=str(found.weights), step=found.step, state=found.state, url=found.url)
 
 
 def for_evaluation(config: MasterConfig, weights: FoundWeights, out: Path) -> MasterConfig:
@@ -192,7 +205,7 @@ def _record(
 ) -> dict[str, object]:
     """Return all that is needed to quote the numbers, or to get them again."""
     return {
-        "checkpoint": str(weights.adapter or weights.model),
+        "checkpoint": weights.url or str(weights.adapter or weights.model),
         "step": weights.step,
         "sets": {name: found.as_record() for name, found in result.sets.items()},
         "seed": config.grpo.seed,
@@ -214,7 +227,7 @@ class Dtype(StrEnum):
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="log folder of a run, or its folder of checkpoints")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="log folder of a run, or its folder or URL of checkpoints")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="folder to make")],
     step: Annotated[int | None, typer.Option("--step", min=0, help="default: the newest")] = None,
     dtype: Annotated[
@@ -286,21 +299,24 @@ def _export_adapter(checkpoint: Checkpoint, out: Path, *, dtype: Dtype | None, m
         )
 
 
-CHECKPOINTS = "checkpoints"
-"""Folder in `logger.log_dir`, unless a recipe has named another."""
+CHECKPOINTS, RECIPE_FILE = "checkpoints", "config.yaml"
+"""Folder in `logger.log_dir`, unless a recipe has named another, and the resolved recipe."""
 
 
-def find_checkpoint(place: Path, *, step: int | None = None) -> Checkpoint:
-    """Return the checkpoint that `place` is or holds, its weights compared with the manifest.
+def find_checkpoint(place: Path | str, *, step: int | None = None) -> Checkpoint:
+    """Return the checkpoint that `place` is or holds, its weights on this machine and compared with the manifest.
 
     Args:
-        place: a folder `step_N`, a folder of such, or the log folder of a run.
+        place: a folder `step_N`, a folder of such, the log folder of a run, or the URL of one of the first two.
         step: which one; None takes the newest.
 
     Raises:
         CheckpointError: there is none, not this one, or it is damaged.
     """
-    path = _chosen(place, step)
+    url = str(place) if is_url(place) else _url_of_run(Path(place))
+    if url is not None:
+        return _at_url(url, step)
+    path = _chosen(Path(place), step)
     try:
         checkpoint = read_checkpoint(path)
     except (OSError, ValueError, RecursionError) as error:
@@ -339,6 +355,28 @@ def export_weights(checkpoint: Checkpoint, out: Path, *, change: Callable[[Path]
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out
+
+
+def _url_of_run(log_dir: Path) -> str | None:
+    """Return the URL of the checkpoints of a run; None where they lie in a folder."""
+    if not (log_dir / RECIPE_FILE).is_file() or (log_dir / CHECKPOINTS).is_dir():
+        return None
+    return load_config(log_dir / RECIPE_FILE, with_masked=True).checkpointing.url
+
+
+def _at_url(url: str, step: int | None) -> Checkpoint:
+    place, _, last = url.rstrip("/").rpartition("/")
+    if STEP.fullmatch(last) and step is None:
+        step = int(last.removeprefix("step_"))
+    else:
+        place = url.rstrip("/")
+    checkpoints = RemoteCheckpoints(ObjectStore(place), staging=Path(CHECKPOINTS))
+    if step is None:
+        steps = checkpoints.steps()
+        if not steps:
+            raise CheckpointError(f"{url}: holds no checkpoint; expected records step_N.json, or the URL of one step_N")
+        step = steps[-1]
+    return checkpoints.fetched(checkpoints.one(step), prefix=f"{WEIGHTS}/")
 
 
 def _chosen(place: Path, step: int | None) -> Path:

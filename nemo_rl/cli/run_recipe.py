@@ -22,9 +22,8 @@ from nemo_rl.config.load import load_config
 from nemo_rl.config.policy import adapter_warnings
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.yaml_text import to_yaml
-from nemo_rl.errors import NemoRLError, UserError
+from nemo_rl.errors import CheckpointError, NemoRLError, UserError
 from nemo_rl.utils import interrupt
-from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.console import configure_logging, make_console
 from nemo_rl.utils.exits import (
     FAILURE,
@@ -36,10 +35,13 @@ from nemo_rl.utils.exits import (
     machine_problem,
     text_of,
 )
+from nemo_rl.utils.remote_checkpoints import open_checkpoints
 
 __all__ = ["extent_of", "resume_hint", "run_recipe"]
 
 RESUME = "checkpointing.resume=true"
+LOOK_S = 20.0
+"""Longest look at a URL by a run that has failed."""
 
 
 def resume_hint(config: MasterConfig, command: Sequence[str]) -> str:
@@ -51,14 +53,16 @@ def resume_hint(config: MasterConfig, command: Sequence[str]) -> str:
     section = config.checkpointing
     if not section.enabled:
         return "nothing was saved: checkpointing.enabled is false"
-    manager = CheckpointManager(config.checkpoint_dir, keep_top_k=None, metric_name=section.metric_name)
-    last = manager.latest()
+    try:
+        last = open_checkpoints(section, config.logger.log_dir, timeout_s=LOOK_S).latest()
+    except CheckpointError as error:
+        return f"the last checkpoint cannot be looked up: {error}"
     if last is None:
         return f"no checkpoint was saved yet: checkpointing.save_period is {section.save_period}"
     words = [
         word for word in command if not word.lstrip("+").startswith(("logger.overwrite=", "checkpointing.resume="))
     ]
-    return f"the last checkpoint is {last.path}; to continue:\n  {shlex.join([*words, RESUME])}"
+    return f"the last checkpoint is {last.place}; to continue:\n  {shlex.join([*words, RESUME])}"
 
 
 NOT_LOOKED_AT = "model folder, data, reward, extras, hardware, memory, disk, folders"
@@ -139,7 +143,7 @@ def _look(config: MasterConfig, console: Console, recipe: Path) -> None:
 
 def _folders(config: MasterConfig) -> dict[str, Path]:
     """Return the folders that a run writes to, by the keys and variables that name them."""
-    folders = {"logger.log_dir": config.logger.log_dir, "checkpointing.checkpoint_dir": config.checkpoint_dir}
+    folders = {"logger.log_dir": config.logger.log_dir, config.checkpointing.folder_key: config.checkpoint_dir}
     durable = config.data_plane.durable.path
     found = {**folders, "data_plane.durable.path": durable, "TMPDIR": Path(tempfile.gettempdir())}
     return {key: folder.absolute() for key, folder in found.items() if folder is not None}

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -18,8 +18,10 @@ __all__ = [
     "ListOptions",
     "Options",
     "Section",
+    "StoragePlace",
     "Text",
     "TimeLimit",
+    "is_url",
     "keys_of",
     "seconds_of",
 ]
@@ -36,6 +38,32 @@ def _not_empty(given: object) -> object:
 
 
 FilePath = Annotated[Path, BeforeValidator(_not_empty)]
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:://|::)")
+
+
+def is_url(place: object) -> bool:
+    """Return whether a place of files is a URL that fsspec opens, not a path.
+
+    Example:
+        >>> is_url("s3://bucket/run"), is_url("results/run")
+        (True, False)
+    """
+    return isinstance(place, str) and _URL.match(place) is not None
+
+
+def _path_or_url(given: object) -> Path | str:
+    if isinstance(given, str) and is_url(given):
+        # Without the slashes at its end: names are put behind one.
+        return given.rstrip("/") if not given.endswith("://") else given
+    if isinstance(given, Path) or (isinstance(given, str) and given):
+        return Path(given)
+    raise PydanticCustomError("path_or_url", "a path, or a URL such as s3://bucket/run")
+
+
+StoragePlace = Annotated[Path | str, PlainValidator(_path_or_url)]
+"""A path, or the text of a URL."""
 Text = Annotated[str, Field(min_length=1)]
 """A text that says something: an empty one is a slip."""
 

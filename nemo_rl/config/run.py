@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nemo_rl.config.base import START_TIMEOUT_S, EnvVars, FilePath, Section, Text, TimeLimit
+from nemo_rl.config.base import START_TIMEOUT_S, EnvVars, FilePath, Section, StoragePlace, Text, TimeLimit, is_url
 from nemo_rl.config.parts import TRACKERS
 
 __all__ = [
@@ -127,8 +127,12 @@ class CheckpointingConfig(Section):
 
     enabled: bool = True
     """Save checkpoints."""
-    checkpoint_dir: FilePath | None = None
-    """Folder of the `step_N` folders and `latest`; null: `checkpoints` in `logger.log_dir`."""
+    checkpoint_dir: StoragePlace | None = None
+    """Folder of the `step_N` folders and `latest`, or a URL that fsspec opens, such as `s3://bucket/run`; null:
+    `checkpoints` in `logger.log_dir`."""
+    staging_dir: FilePath | None = None
+    """Folder in which a checkpoint is written before it is uploaded, and to which one is downloaded, where
+    `checkpoint_dir` is a URL; has room for one, and is the same on all nodes. Null: `staging` in `logger.log_dir`."""
     save_period: PositiveInt = 10
     """Steps between checkpoints; the last step is saved as well."""
     keep_top_k: PositiveInt | None = 3
@@ -156,8 +160,21 @@ class CheckpointingConfig(Section):
     """Parts that may differ from the run that is resumed or replayed: `data` (rows of the datasets), `model` (weights
     at step 0), `tokenizer`, `template` (the chat template), `reward` (its source). Any other difference is refused."""
 
+    @property
+    def url(self) -> str | None:
+        """Return `checkpoint_dir` where it is a URL."""
+        return self.checkpoint_dir if isinstance(self.checkpoint_dir, str) else None
+
+    @property
+    def folder_key(self) -> str:
+        """Return the key that names the folder of `folder`."""
+        return f"checkpointing.{'staging_dir' if is_url(self.checkpoint_dir) else 'checkpoint_dir'}"
+
     def folder(self, log_dir: Path) -> Path:
-        """Return `checkpoint_dir`, with null decided."""
+        """Return the folder that checkpoints are written into: `checkpoint_dir` with null decided, and `staging_dir`
+        where that is a URL."""
+        if isinstance(self.checkpoint_dir, str):
+            return self.staging_dir or log_dir / "staging"
         return self.checkpoint_dir or log_dir / "checkpoints"
 
 

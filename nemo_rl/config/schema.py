@@ -129,7 +129,7 @@ class MasterConfig(Section):
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Return `checkpointing.checkpoint_dir`, with null decided."""
+        """Return the folder that checkpoints are written into; see `CheckpointingConfig.folder`."""
         return self.checkpointing.folder(self.logger.log_dir)
 
     @property

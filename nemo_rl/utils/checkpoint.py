@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -42,6 +42,8 @@ __all__ = [
     "Damaged",
     "Manifest",
     "Unfinished",
+    "Upload",
+    "checkpoint_of",
     "checkpoint_paths",
     "read_checkpoint",
 ]
@@ -88,9 +90,13 @@ class Manifest:
             names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         paths = sorted(names)
         entries = _in_threads(lambda name: _entry(folder / name), paths)
-        files = {name: {"bytes": entry.num_bytes, "crc32": entry.crc32} for name, entry in entries.items()}
-        write_text(folder / MANIFEST_FILE, json.dumps({"files": files}, indent=1))
-        return cls(entries=entries)
+        manifest = cls(entries=entries)
+        write_text(folder / MANIFEST_FILE, json.dumps({"files": manifest.as_json()}, indent=1))
+        return manifest
+
+    def as_json(self) -> dict[str, dict[str, object]]:
+        """Return the entries as `parse` takes them."""
+        return {name: {"bytes": entry.num_bytes, "crc32": entry.crc32} for name, entry in self.entries.items()}
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -171,10 +177,12 @@ UNFINISHED, REPLACED, REMOVED = "tmp_", "old_", "removed_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint on disk."""
+    """A complete checkpoint on disk, or at a URL."""
 
     step: int
     path: Path
+    """The folder; of one at a URL the folder to which it is downloaded."""
+    url: str | None = None
     state: Mapping[str, object]
     """Contents of `training_info.json`."""
     manifest: Manifest
@@ -188,6 +196,11 @@ class Checkpoint:
         return self.path / OPTIMIZER
 
     @property
+    def place(self) -> str:
+        """Return the folder or the URL, for people."""
+        return self.url or str(self.path)
+
+    @property
     def has_optimizer(self) -> bool:
         """Return whether the checkpoint was saved with optimizer state."""
         return any(name.startswith(f"{OPTIMIZER}/") for name in self.manifest.paths)
@@ -195,9 +208,9 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damaged:
-    """A folder that is named like a checkpoint and is none."""
+    """A folder or a URL that is named like a checkpoint and is none."""
 
-    path: Path
+    place: str
     reason: str
 
 
@@ -211,6 +224,16 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Upload:
+    """The place to which the ranks upload what they have written of a checkpoint."""
+
+    url: str
+    folder: Path
+    """The folder that corresponds to the URL."""
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Unfinished:
     """A checkpoint that is being written."""
 
@@ -220,6 +243,8 @@ class Unfinished:
     target: Path
     """The final name of the folder."""
     state_text: str
+    upload: Upload | None = None
+    """None: it stays where it is written."""
 
 
 @runtime_checkable
@@ -247,7 +272,7 @@ class CheckpointManager:
         self._sign = 1.0 if higher_is_better else -1.0
         self._token = uuid.uuid4().hex[:8]
 
-    def save(self, step: int, *, write: Callable[[Path], None], state: Mapping[str, object]) -> Path:
+    def save(self, step: int, *, write: Callable[[Path], None], state: Mapping[str, object]) -> str | Path:
         """Run `write(tmp folder)`, add `state` and a manifest, rename the folder, update `latest`, and prune.
 
         Raises:
@@ -274,8 +299,9 @@ class CheckpointManager:
             unfinished.folder.mkdir(parents=True)
         return unfinished
 
-    def complete(self, unfinished: Unfinished) -> Path:
-        """Add state and manifest, rename the folder, update `latest`, and prune; return the folder under its name.
+    def complete(self, unfinished: Unfinished) -> str | Path:
+        """Add state and manifest, rename the folder, update `latest`, and prune; return the folder under its name, or
+        its URL.
 
         May run in a thread beside the training, where nothing else is done with this manager's folder.
 
@@ -284,11 +310,9 @@ class CheckpointManager:
         """
         with self.guarded(unfinished):
             write_text(unfinished.folder / STATE_FILE, unfinished.state_text)
-            Manifest.write(unfinished.folder)
-            self._replace_folder(unfinished.folder, unfinished.target)
-            write_text(self._folder / LATEST_FILE, unfinished.target.name)
+            place = self._publish(unfinished, Manifest.write(unfinished.folder))
         self._prune(latest=unfinished.step)
-        return unfinished.target
+        return place
 
     @contextmanager
     def guarded(self, unfinished: Unfinished) -> Iterator[None]:
@@ -309,8 +333,11 @@ class CheckpointManager:
             if isinstance(error, WorkerError):
                 # A worker that died, not a disk that refuses.
                 raise
-            kept = self.latest()
-            rest = f"the latest valid checkpoint is {kept.path}" if kept else "there is no earlier checkpoint"
+            try:
+                kept = self.latest()
+                rest = f"the latest valid checkpoint is {kept.place}" if kept else "there is no earlier checkpoint"
+            except CheckpointError:
+                rest = "earlier checkpoints stay as they are"
             raise CheckpointError(
                 f"checkpoint of step {unfinished.step} in {self._folder}: {error}; {rest}. Free some space or change "
                 "checkpointing.checkpoint_dir, then run again with checkpointing.resume=true"
@@ -343,7 +370,7 @@ class CheckpointManager:
             try:
                 found.append(read_checkpoint(path))
             except (OSError, ValueError, RecursionError) as error:
-                damaged.append(Damaged(path=path, reason=str(error) or type(error).__name__))
+                damaged.append(Damaged(place=str(path), reason=str(error) or type(error).__name__))
         return sorted(found, key=lambda checkpoint: checkpoint.step), damaged
 
     def choose(self, *, with_optimizer: bool = True, reads_files: bool = True) -> Choice:
@@ -360,26 +387,39 @@ class CheckpointManager:
         """
         found, damaged = self.scan()
         pointer = self._pointer()
-        passed_over = {item.path: item.reason for item in damaged}
+        passed_over = {item.place: item.reason for item in damaged}
         for checkpoint in _in_order(found, pointer):
             manifest = checkpoint.manifest if with_optimizer else checkpoint.manifest.without(f"{OPTIMIZER}/")
-            problem = manifest.damage(checkpoint.path) if reads_files else manifest.missing(checkpoint.path)
+            problem = self.problem(checkpoint, manifest, reads_files=reads_files)
             if problem is None:
                 if with_optimizer and not checkpoint.has_optimizer:
                     raise CheckpointError(
-                        f"{checkpoint.path} holds no optimizer state: it was saved with checkpointing."
+                        f"{checkpoint.place} holds no optimizer state: it was saved with checkpointing."
                         "save_optimizer=false; checkpointing.load_optimizer=false resumes with a fresh optimizer"
                     )
                 if reads_files:
                     _warn(passed_over)
                 return Choice(checkpoint=checkpoint, reason=_why(checkpoint, found, pointer, passed_over))
-            passed_over[checkpoint.path] = problem
-        listed = "".join(f"\n  {path}: {reason}" for path, reason in passed_over.items())
+            passed_over[checkpoint.place] = problem
+        listed = "".join(f"\n  {place}: {reason}" for place, reason in passed_over.items())
         raise CheckpointError(
-            f"checkpointing.resume is true, but {self._folder} holds no complete checkpoint; set it to false to start "
+            f"checkpointing.resume is true, but {self.place} holds no complete checkpoint; set it to false to start "
             "afresh, or point checkpointing.checkpoint_dir to the run to continue"
             + (f". Corrupt, and left in place:{listed}" if listed else "")
         )
+
+    @property
+    def place(self) -> str:
+        """Return where the checkpoints lie, for people."""
+        return str(self._folder)
+
+    def problem(self, checkpoint: Checkpoint, manifest: Manifest, *, reads_files: bool) -> str | None:
+        """Return what is missing or damaged of the files of a manifest, in words; None where all is well.
+
+        Args:
+            reads_files: compare the contents; else the sizes alone.
+        """
+        return manifest.damage(checkpoint.path) if reads_files else manifest.missing(checkpoint.path)
 
     def clean(self) -> None:
         """Remove what a killed run was writing or removing; give back what it was about to exchange."""
@@ -414,16 +454,13 @@ class CheckpointManager:
         ranked = sorted(self._whole(), key=self._rank, reverse=True)
         for checkpoint in ranked[self._keep_top_k :]:
             if checkpoint.step != latest:
-                logger.info("removing %s", checkpoint.path)
-                # Renamed first: a kill in the middle must not leave half a checkpoint under its name.
-                gone = self._aside(REMOVED, checkpoint.path)
-                os.replace(checkpoint.path, gone)
-                shutil.rmtree(gone, ignore_errors=True)
+                logger.info("removing %s", checkpoint.place)
+                self._remove(checkpoint)
 
     def _whole(self) -> list[Checkpoint]:
         """Return the checkpoints with all their files: a damaged one is no reason to remove an intact one, and is not
         ours to remove."""
-        return [checkpoint for checkpoint in self.all() if checkpoint.manifest.missing(checkpoint.path) is None]
+        return [each for each in self.all() if self.problem(each, each.manifest, reads_files=False) is None]
 
     def _rank(self, checkpoint: Checkpoint) -> tuple[float, int]:
         metric = self._metric(checkpoint)
@@ -434,6 +471,18 @@ class CheckpointManager:
         metrics = checkpoint.state.get("metrics")
         value = metrics.get(self._metric_name) if isinstance(metrics, Mapping) else None
         return float(value) if isinstance(value, int | float) else math.nan
+
+    def _publish(self, unfinished: Unfinished, manifest: Manifest) -> str | Path:
+        """Give a checkpoint with all its files its name, and return it."""
+        self._replace_folder(unfinished.folder, unfinished.target)
+        write_text(self._folder / LATEST_FILE, unfinished.target.name)
+        return unfinished.target
+
+    def _remove(self, checkpoint: Checkpoint) -> None:
+        # Renamed first: a kill in the middle must not leave half a checkpoint under its name.
+        gone = self._aside(REMOVED, checkpoint.path)
+        os.replace(checkpoint.path, gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
     def _replace_folder(self, source: Path, target: Path) -> None:
         """Rename `source` to `target`; a folder already there survives until the new one is in place."""
@@ -487,12 +536,22 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not STEP.fullmatch(path.name):
         raise ValueError("is not named like a checkpoint: expected step_ and a number")
     state = json.loads(read_plain(path / STATE_FILE).decode("utf-8"))
+    found = checkpoint_of(path, state, Manifest(entries={}))
+    return replace(found, manifest=Manifest.read(path))
+
+
+def checkpoint_of(path: Path, state: object, manifest: Manifest, *, url: str | None = None) -> Checkpoint:
+    """Return a checkpoint whose folder is named `step_N`.
+
+    Raises:
+        ValueError: the state is not one of this step.
+    """
     if not isinstance(state, dict) or not isinstance(state.get("sampler"), dict):
         raise ValueError(f"{STATE_FILE}: expected an object with the data position in 'sampler'")
     step = int(path.name.removeprefix("step_"))
     if state.get("step") != step:
         raise ValueError(f"{STATE_FILE}: expected step {step}, got {state.get('step')!r}")
-    return Checkpoint(step=step, path=path, state=state, manifest=Manifest.read(path))
+    return Checkpoint(step=step, path=path, url=url, state=state, manifest=manifest)
 
 
 def _in_order(found: Sequence[Checkpoint], pointer: str | None) -> list[Checkpoint]:
@@ -500,7 +559,7 @@ def _in_order(found: Sequence[Checkpoint], pointer: str | None) -> list[Checkpoi
     return sorted(found, key=lambda checkpoint: (checkpoint.path.name == pointer, checkpoint.step), reverse=True)
 
 
-def _why(chosen: Checkpoint, found: Sequence[Checkpoint], pointer: str | None, damaged: Mapping[Path, str]) -> str:
+def _why(chosen: Checkpoint, found: Sequence[Checkpoint], pointer: str | None, damaged: Mapping[str, str]) -> str:
     newest = max(checkpoint.step for checkpoint in found)
     if chosen.path.name == pointer:
         later = "" if chosen.step == newest else f", though step_{newest} is there"
@@ -509,6 +568,6 @@ def _why(chosen: Checkpoint, found: Sequence[Checkpoint], pointer: str | None, d
     return f"the newest intact one{missing}" + ("; see the warnings above" if damaged else "")
 
 
-def _warn(damaged: Mapping[Path, str]) -> None:
-    for path, reason in damaged.items():
-        logger.warning("checkpoint %s is corrupt and skipped: %s; its files are left in place", path, reason)
+def _warn(damaged: Mapping[str, str]) -> None:
+    for place, reason in damaged.items():
+        logger.warning("checkpoint %s is corrupt and skipped: %s; its files are left in place", place, reason)

@@ -219,7 +219,7 @@ def final_lines(
     num_steps: int,
     seconds: float,
     peak_bytes: int,
-    paths: Mapping[str, Path],
+    paths: Mapping[str, str | Path],
 ) -> list[str]:
     """Return the line that sums a run up, what memory it took, and where its files are.
 
@@ -227,7 +227,7 @@ def final_lines(
         first_reward: of the validation before the first step; None without one.
         last_reward: of the newest validation; None without one.
         measure: the name of what both rewards are, such as accuracy.
-        paths: files of the run by name.
+        paths: files of the run by name, or URLs.
 
     Example:
         >>> rewards = {"measure": "accuracy", "first_reward": 0.3, "last_reward": 0.91}

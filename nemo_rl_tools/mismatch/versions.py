@@ -5,7 +5,7 @@ Invariant: version v are the weights after v steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from nemo_rl.algorithms.kept_steps.folder import StepStatus
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.distributed.worker_pass import WorkerPass
 from nemo_rl.errors import name_some
+from nemo_rl.utils.checkpoint import WEIGHTS
+from nemo_rl.utils.remote_checkpoints import fetched
 from nemo_rl_tools.mismatch.progress import Progress
 from nemo_rl_tools.mismatch.tokens import StepTokens
 from nemo_rl_tools.step_replay.chain import (
@@ -99,7 +101,7 @@ class KeptWeights:
         """
         missing = set(versions) - self._here.keys()
         here = self._here | self._replay(self._chain(missing), missing)
-        return {version: here[version] for version in sorted(versions)}
+        return {version: self._folder(version, here) for version in sorted(versions)}
 
     def find_around(self, tokens: StepTokens) -> Versions:
         """Return the trainer's weights, those that the tags name, and the ones next to them, as far as they can be had.
@@ -121,17 +123,22 @@ class KeptWeights:
         here = self._here | self._replay(chain, missing, with_pass=with_pass)
         return Versions(
             trainer=trainer,
-            folders={version: here[version] for version in sorted((needed | around) & here.keys())},
+            folders={version: self._folder(version, here) for version in sorted((needed | around) & here.keys())},
             trainer_M=_trainer_pass(self._scratch, tokens) if with_pass else None,
             notes=tuple(notes),
         )
+
+    def _folder(self, version: int, here: Mapping[int, Path]) -> Path:
+        found = next((each for each in self._checkpoints if each.step == version), None)
+        return here[version] if found is None else fetched(found, prefix=f"{WEIGHTS}/").weights
 
     def _chain(self, missing: Collection[int], *, with_pass: bool = False) -> ReplayChain | None:
         """Return the steps from before the first missing version to the last one; None where nothing is to be run."""
         trainer = self._target.step.policy_version
         if not missing:
             loaded = next((found for found in self._checkpoints if found.step == trainer), None)
-            return ReplayChain(links=(), checkpoint=loaded, with_optimizer=False) if with_pass else None
+            at_hand = None if loaded is None else fetched(loaded, prefix=f"{WEIGHTS}/")
+            return ReplayChain(links=(), checkpoint=at_hand, with_optimizer=False) if with_pass else None
         start = self._to(min(missing))
         links = list(start.links)
         for number in range(min(missing) + 1, (trainer if with_pass else max(missing)) + 1):

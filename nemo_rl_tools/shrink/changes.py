@@ -381,7 +381,9 @@ def _steps(changes: Changes, config: MasterConfig, steps: int) -> None:
         changes.cap("grpo.val_period", steps, "few steps")
     if config.checkpointing.enabled:
         changes.set("checkpointing.save_period", steps, "one checkpoint, of the last step")
-    changes.set_all("checkpointing", {"resume": False, "load_optimizer": True, "checkpoint_dir": None}, OWN)
+    changes.set_all(
+        "checkpointing", {"resume": False, "load_optimizer": True, "checkpoint_dir": None, "staging_dir": None}, OWN
+    )
     _rates(changes, config)
 
 

@@ -35,7 +35,8 @@ from nemo_rl.jagged import nest, offsets_of
 from nemo_rl.models.policy.routes.worker_replay import ROUTES
 from nemo_rl.routes.columns import decode_routes
 from nemo_rl.routes.shape import MISSING, RouteShape
-from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
+from nemo_rl.utils.checkpoint import Checkpoint
+from nemo_rl.utils.remote_checkpoints import fetched, open_checkpoints
 from nemo_rl_tools.compare.limits import DEFAULT, ToleranceRules
 from nemo_rl_tools.verdict import Verdict
 
@@ -113,7 +114,7 @@ class ReplayChain:
     @property
     def start(self) -> str:
         """The name of the start, shown in reports."""
-        return "the initial model" if self.checkpoint is None else f"checkpoint {self.checkpoint.path}"
+        return "the initial model" if self.checkpoint is None else f"checkpoint {self.checkpoint.place}"
 
 
 def read_link(run: Path, number: int) -> ChainLink:
@@ -163,9 +164,8 @@ def damage_named() -> Iterator[None]:
 def checkpoints_of(config: CheckpointingConfig, run: Path) -> list[Checkpoint]:
     """Complete checkpoints of the run, in order of their steps."""
     # A log folder may have been moved with its checkpoints.
-    folder = config.folder(run)
-    manager = CheckpointManager(folder, keep_top_k=None, metric_name="")
-    return [found for found in manager.all() if found.manifest.missing(found.path) is None]
+    manager = open_checkpoints(config, run)
+    return [found for found in manager.all() if manager.problem(found, found.manifest, reads_files=False) is None]
 
 
 def find_chain(run: Path, number: int, checkpoints: list[Checkpoint], *, reads_optimizer: bool) -> ReplayChain:
@@ -196,10 +196,12 @@ def find_chain(run: Path, number: int, checkpoints: list[Checkpoint], *, reads_o
         links = [*(_read(kept[step]) for step in range(first, number)), target]
         unfinished = [link.step.number for link in links[:-1] if link.step.status is not StepStatus.COMPLETE]
         if not unfinished:
-            problem = None if checkpoint is None else checkpoint.manifest.damage(checkpoint.path)
-            if checkpoint is not None and problem is not None:
-                raise ReplayProblem(f"checkpoint {checkpoint.path}: {problem}", verdict=Verdict.CORRUPT)
-            return ReplayChain(links=tuple(links), checkpoint=checkpoint, with_optimizer=with_optimizer)
+            with damage_named():
+                found = None if checkpoint is None else fetched(checkpoint)
+            problem = None if found is None else found.manifest.damage(found.path)
+            if found is not None and problem is not None:
+                raise ReplayProblem(f"checkpoint {found.place}: {problem}", verdict=Verdict.CORRUPT)
+            return ReplayChain(links=tuple(links), checkpoint=found, with_optimizer=with_optimizer)
         missing = unfinished
     why = "" if reads_optimizer else " (this worker cannot read the optimizer's state of the run's checkpoints)"
     there = name_some(found.step for found in checkpoints) or "none"

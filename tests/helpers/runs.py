@@ -120,8 +120,12 @@ def start_cli(recipe: Path, *overrides: str, log: IO[str] | int = subprocess.PIP
     return subprocess.Popen(
         [sys.executable, "examples/run_grpo.py", "--config", str(recipe), *overrides],
         cwd=ROOT,
-        # Parts of the tests' own are found from here.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        # Parts of the tests' own are found from here, and packages that a test has made.
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        },
         stdout=log,
         stderr=subprocess.STDOUT,
         text=True,

@@ -21,7 +21,7 @@ from nemo_rl.algorithms.preflight import inputs
 from nemo_rl.algorithms.preflight.inputs import Subject, nearest_folder, with_teacher_folder
 from nemo_rl.algorithms.preflight.model_check import packs
 from nemo_rl.algorithms.processes import logical_cpus, num_engine_bundles, too_few_cpus
-from nemo_rl.algorithms.run_folder import CONFIG_FILE, run_folders, used_folder_problems
+from nemo_rl.algorithms.run_folder import CONFIG_FILE, run_folders, saved_steps, used_folder_problems
 from nemo_rl.config.base import AUTO
 from nemo_rl.config.load import load_config
 from nemo_rl.config.policy import PolicyConfig
@@ -33,10 +33,10 @@ from nemo_rl.data_plane.metrics_endpoint import check_metrics_port
 from nemo_rl.data_plane.store_kinds import kind_named
 from nemo_rl.errors import ConfigError, PreflightError, RunFolderError, UserError, name_some
 from nemo_rl.models.hf.loading import local_folders
-from nemo_rl.utils.checkpoint import STEP, checkpoint_paths
 from nemo_rl.utils.console import bytes_text
 from nemo_rl.utils.deadlines import seconds_left
 from nemo_rl.utils.memory import available_bytes
+from nemo_rl.utils.object_store import ObjectStore
 from nemo_rl.utils.run_lock import lock_problem
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "check_gpus",
     "check_memory",
     "check_run_folder",
+    "check_storage",
     "decide_resume",
     "preflight",
     "run_checks",
@@ -159,7 +160,7 @@ def check_disk(subject: Subject) -> list[str]:
     needed, free = subject.num_parameters * (PARAMETER_BYTES + states), shutil.disk_usage(folder).free
     if needed > free:
         lines.append(
-            f"checkpointing.checkpoint_dir: a checkpoint has about {bytes_text(needed)}, {folder} has "
+            f"{config.checkpointing.folder_key}: a checkpoint has about {bytes_text(needed)}, {folder} has "
             f"{bytes_text(free)} free; free some, choose another folder, or set checkpointing.enabled=false"
         )
     return lines
@@ -169,8 +170,16 @@ def check_folders(subject: Subject) -> list[str]:
     config = subject.config
     folders = {"logger.log_dir": config.logger.log_dir}
     if config.checkpointing.enabled:
-        folders["checkpointing.checkpoint_dir"] = config.checkpoint_dir
+        folders[config.checkpointing.folder_key] = config.checkpoint_dir
     return [line for key, folder in folders.items() for line in _folder_problem(key, folder)]
+
+
+def check_storage(subject: Subject) -> list[str]:
+    """Check that checkpoints can be written to their URL, read and removed, with a small file."""
+    section = subject.config.checkpointing
+    if section.enabled and section.url is not None:
+        ObjectStore(section.url).probe()
+    return []
 
 
 def check_run_folder(subject: Subject) -> list[str]:
@@ -192,7 +201,9 @@ def check_time_limit(subject: Subject) -> list[str]:
 def check_checkpoint(subject: Subject) -> list[str]:
     """Check that there is a checkpoint to resume from; the run itself compares its contents."""
     found = subject.resume_from
-    return [] if found is None or found.path.is_dir() else [f"checkpoint {found.path}: is gone"]
+    return (
+        [] if found is None or found.url is not None or found.path.is_dir() else [f"checkpoint {found.path}: is gone"]
+    )
 
 
 def _folder_problem(key: str, folder: Path) -> list[str]:
@@ -224,6 +235,7 @@ def _too_little(what: str, needed: int, have: int, count: int) -> str:
 Check = Callable[[Subject], list[str]]
 
 CHECKS: Mapping[str, Check] = {
+    "storage": check_storage,
     "run folder": check_run_folder,
     "checkpoint": check_checkpoint,
     "time limit": check_time_limit,
@@ -324,7 +336,7 @@ def decide_resume(config: MasterConfig) -> MasterConfig:
     if config.checkpointing.resume != AUTO:
         return config
     path = config.logger.log_dir / CONFIG_FILE
-    has_checkpoint = any(STEP.fullmatch(found.name) for found in checkpoint_paths(config.checkpoint_dir))
+    has_checkpoint = bool(saved_steps(config.checkpointing, config.logger.log_dir))
     if not path.is_file():
         # Checkpoints alone may have been copied here on purpose.
         return _decided(config, resume=has_checkpoint, overwrite=False)

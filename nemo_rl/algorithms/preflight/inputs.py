@@ -56,8 +56,9 @@ from nemo_rl.models.vision.processor import encoder_of
 from nemo_rl.records.sites import Selector
 from nemo_rl.tracer.process import HUB_MODULE
 from nemo_rl.tracer.watch import SiteWatch
-from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
+from nemo_rl.utils.checkpoint import Checkpoint
 from nemo_rl.utils.logger import check_trackers
+from nemo_rl.utils.remote_checkpoints import open_checkpoints
 
 __all__ = [
     "Subject",
@@ -118,7 +119,7 @@ class Subject:
         section = self.config.checkpointing
         if not (section.enabled and section.resume):
             return None
-        manager = CheckpointManager(self.config.checkpoint_dir, keep_top_k=None, metric_name=section.metric_name)
+        manager = open_checkpoints(section, self.config.logger.log_dir)
         return manager.choose(with_optimizer=section.load_optimizer, reads_files=False).checkpoint
 
     @cached_property

@@ -62,6 +62,28 @@ def rule_checkpoint_keys_need_checkpointing(config: MasterConfig) -> Iterator[st
     yield from would_be_ignored(checkpointing, "checkpointing", names, switch=switch)
 
 
+def rule_checkpoint_url_can_be_written(config: MasterConfig) -> Iterator[str]:
+    section, key = config.checkpointing, "checkpointing.checkpoint_dir"
+    url = section.url
+    if url is None:
+        because = f"{key} is a path"
+        yield from would_be_ignored(section, "checkpointing", ("staging_dir",), switch=key, because=because)
+        return
+    protocol, _, rest = url.partition("://")
+    if "::" in url:
+        yield f"{key}: a chain of protocols is not written to; expected one, such as s3://bucket/run"
+    elif protocol == "memory":
+        yield f"{key}: memory:// ends with its process; expected a store that lasts, such as s3://bucket/run"
+    elif not rest.strip("/"):
+        yield f"{key}: {protocol}:// names no place; expected one, such as s3://bucket/run"
+    elif ":" in rest.partition("/")[0].rpartition("@")[0] or "?" in rest or "#" in rest:
+        # Without its text, which may be a secret.
+        yield (
+            f"{key}: a URL of {protocol} with a password or a query; leave them out, and give credentials as fsspec "
+            "takes them: in the environment, or in ~/.config/fsspec"
+        )
+
+
 def rule_checkpoint_metric_is_logged(config: MasterConfig) -> Iterator[str]:
     checkpointing = config.checkpointing
     if not checkpointing.enabled:

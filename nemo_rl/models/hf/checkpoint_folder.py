@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,8 +31,10 @@ from nemo_rl.models.adapters.folder import base_of, read_adapter, write_adapter
 from nemo_rl.models.hf.files import own_copy
 from nemo_rl.models.hf.loading import PROCESSOR_FILES
 from nemo_rl.models.policy.interfaces import TensorInfo
+from nemo_rl.utils.checkpoint import Upload
 from nemo_rl.utils.console import bytes_text
 from nemo_rl.utils.files import give_usual_modes, open_plain
+from nemo_rl.utils.object_store import ObjectStore
 
 __all__ = [
     "WRITE_ERRORS",
@@ -45,6 +48,7 @@ __all__ = [
     "refuse_code",
     "save_tokenizer",
     "set_random_state",
+    "upload_together",
 ]
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError, CheckpointException)
@@ -78,6 +82,10 @@ _INDEX_PARTS = frozenset(
 """All that the index of a sharded checkpoint is made of, besides dtypes."""
 
 
+_WRITER = re.compile(r"/__([0-9]{1,9})_[0-9]+\.distcp$")
+"""A file of a sharded state, with the rank that wrote it."""
+
+
 @contextmanager
 def complete_or_nothing(folder: Path, *, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
     """Yield a folder next to `folder` that takes its name when every rank is done; all ranks enter and leave together.
@@ -95,7 +103,11 @@ def complete_or_nothing(folder: Path, *, group: dist.ProcessGroup | None = None)
 
 
 def raise_together(
-    problem: str | None, folder: Path, *, doing: Literal["write", "read"], group: dist.ProcessGroup | None = None
+    problem: str | None,
+    folder: Path,
+    *,
+    doing: Literal["write", "read", "upload"],
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Compare notes.
 
@@ -111,6 +123,8 @@ def raise_together(
     if doing == "write":
         free = shutil.disk_usage(next(parent for parent in folder.absolute().parents if parent.exists())).free
         advice = f"{bytes_text(free)} of disk are free there; earlier checkpoints stay valid"
+    elif doing == "upload":
+        advice = "earlier checkpoints stay valid"
     for rank, text in enumerate(problems):
         if text is not None:
             raise CheckpointError(f"checkpoint {str(folder)!r}: rank {rank} could not {doing} it: {text}; {advice}")
@@ -208,6 +222,41 @@ def save_tokenizer(
         except OSError as error:
             problem = str(error)
     raise_together(problem, folder, doing="write", group=group)
+
+
+def upload_together(upload: Upload, *, group: dist.ProcessGroup) -> None:
+    """(collective over the group: the ranks of the job) Upload what the ranks have written of a checkpoint.
+
+    A file of the sharded state goes up from the rank that wrote it, which has it in its page cache; the others are
+    spread by their sizes.
+
+    Raises:
+        CheckpointError: on every rank; nothing names what was uploaded.
+    """
+    problem = None
+    shares: list[Any] = [None]
+    if group.rank() == 0:
+        shares = [_shares(upload.folder, group.size())]
+    # What one node has written another may not list at once.
+    dist.broadcast_object_list(shares, group=group, group_src=0)
+    try:
+        store = ObjectStore(upload.url, timeout_s=upload.timeout_s)
+        store.upload({name: upload.folder / name for name in shares[0][group.rank()]})
+    except CheckpointError as error:
+        problem = str(error)
+    raise_together(problem, upload.folder, doing="upload", group=group)
+
+
+def _shares(folder: Path, num_ranks: int) -> list[list[str]]:
+    """Return the names of the files that each rank uploads."""
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    shares, loads = [list[str]() for _ in range(num_ranks)], [0] * num_ranks
+    for name, size in sorted(files.items(), key=lambda item: (not _WRITER.search(item[0]), -item[1])):
+        writer = _WRITER.search(name)
+        rank = int(writer[1]) % num_ranks if writer else loads.index(min(loads))
+        shares[rank].append(name)
+        loads[rank] += size
+    return shares
 
 
 def random_state() -> dict[str, torch.Tensor]:

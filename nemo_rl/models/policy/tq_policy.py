@@ -38,6 +38,7 @@ from nemo_rl.models.policy.interfaces import LossFunction, TrainResult
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
 from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from nemo_rl.models.weight_sync.weights_digest import WeightsDigest
+from nemo_rl.utils.checkpoint import Upload
 from nemo_rl.utils.metrics import Reduction, merge_metrics
 
 __all__ = ["Policy", "TQPolicy", "TrainSummary"]
@@ -130,14 +131,24 @@ class Policy:
     def prepare_for_training(self) -> None:
         self.run(ask(PolicyWorker.prepare_for_training), "train prep")
 
-    def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """Write the HF folder, sharded optimizer state and tokenizer; a failed write leaves only what the caller
-        discards."""
-        request = ask(PolicyWorker.save_checkpoint, weights=weights, optimizer=optimizer, tokenizer=tokenizer)
+    def save_checkpoint(
+        self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None, upload: Upload | None = None
+    ) -> None:
+        """Write the HF folder, sharded optimizer state and tokenizer, and upload them; a failed write leaves only what
+        the caller discards."""
+        request = ask(
+            PolicyWorker.save_checkpoint, weights=weights, optimizer=optimizer, tokenizer=tokenizer, upload=upload
+        )
         self.run(request, "checkpoint")
 
     def begin_save(
-        self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None, most_share: float | None = None
+        self,
+        *,
+        weights: Path,
+        optimizer: Path | None,
+        tokenizer: Path | None,
+        most_share: float | None = None,
+        upload: Upload | None = None,
     ) -> None:
         """Begin a `save_checkpoint` of this moment; the workers write beside what they do next, until `finish_save`.
 
@@ -145,7 +156,12 @@ class Policy:
             most_share: of a node's free memory that the copies may take; where they take more, all is written here.
         """
         request = ask(
-            PolicyWorker.begin_save, weights=weights, optimizer=optimizer, tokenizer=tokenizer, most_share=most_share
+            PolicyWorker.begin_save,
+            weights=weights,
+            optimizer=optimizer,
+            tokenizer=tokenizer,
+            most_share=most_share,
+            upload=upload,
         )
         self.run(request, "checkpoint")
 

@@ -15,7 +15,7 @@ from nemo_rl.config.run import CheckpointingConfig
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup
 from nemo_rl.errors import CheckpointError, UserError, WorkerError
 from nemo_rl.models.policy.tq_policy import Policy
-from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.checkpoint import CheckpointManager, Upload
 from nemo_rl.utils.deadlines import SaveDeadline
 
 STATE = {"sampler": {}}
@@ -30,12 +30,20 @@ class Writer:
     error: Exception | None = None
     waits: list[Callable[[], None]] = field(default_factory=list)
 
-    def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
+    def save_checkpoint(
+        self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None, upload: Upload | None = None
+    ) -> None:
         weights.mkdir(parents=True)
         (weights / "model.safetensors").write_text(weights.parts[-3])
 
     def begin_save(
-        self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None, most_share: float | None
+        self,
+        *,
+        weights: Path,
+        optimizer: Path | None,
+        tokenizer: Path | None,
+        most_share: float | None,
+        upload: Upload | None,
     ) -> None:
         self.waits.append(lambda: self.save_checkpoint(weights=weights, optimizer=optimizer, tokenizer=tokenizer))
 

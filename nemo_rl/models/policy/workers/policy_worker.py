@@ -37,7 +37,7 @@ from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.collectives import RankSpec, destroy_process_group, new_group
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.errors import CheckpointError, UserError
-from nemo_rl.models.hf.checkpoint_folder import save_tokenizer
+from nemo_rl.models.hf.checkpoint_folder import save_tokenizer, upload_together
 from nemo_rl.models.hf.files import local_shard
 from nemo_rl.models.policy.observer import HookObserver, HookObservers
 from nemo_rl.models.policy.recording import RecordSpec, SiteRecording
@@ -50,6 +50,7 @@ from nemo_rl.models.policy.workers.engine import EngineFactory, Snapshot
 from nemo_rl.models.policy.workers.passes import Passes
 from nemo_rl.models.policy.workers.refit_source import RefitSource
 from nemo_rl.models.weight_sync.receipt import Probe, ScoredProbe
+from nemo_rl.utils.checkpoint import Upload
 from nemo_rl.utils.console import bytes_text
 from nemo_rl.utils.memory import available_bytes
 
@@ -157,15 +158,28 @@ class PolicyWorker(Passes, RefitSource):
     # Checkpoints. A save beside the training copies what it writes first, and its threads talk in their own group,
     # so that no collective of the training meets one of theirs. At most one save runs.
 
-    def save_checkpoint(self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None) -> None:
-        """(collective) Write the HF folder at `weights`; optimizer, schedule and random state at `optimizer`."""
+    def save_checkpoint(
+        self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None, upload: Upload | None = None
+    ) -> None:
+        """(collective) Write the HF folder at `weights`; optimizer, schedule and random state at `optimizer`.
+
+        Args:
+            upload: where the ranks upload all of it then; None: nowhere.
+        """
         self._check_none_runs()
         with self.ready_for_training():
             snapshot = self.engine.snapshot(with_optimizer=optimizer is not None, copies=False)
             self._write(snapshot, weights, optimizer, tokenizer)
+        self._upload(upload)
 
     def begin_save(
-        self, *, weights: Path, optimizer: Path | None, tokenizer: Path | None, most_share: float | None = None
+        self,
+        *,
+        weights: Path,
+        optimizer: Path | None,
+        tokenizer: Path | None,
+        most_share: float | None = None,
+        upload: Upload | None = None,
     ) -> None:
         """(collective) Begin a `save_checkpoint` of this moment: copy what is to be saved, and write it beside what
         this rank does until `finish_save`.
@@ -173,15 +187,22 @@ class PolicyWorker(Passes, RefitSource):
         Args:
             most_share: of a node's free memory that the copies of its ranks may take; where they take more on any
                 node, all is written here. None: as much as they need.
+            upload: as in `save_checkpoint`; beside what this rank does in any case.
         """
         self._check_none_runs()
         has_optimizer = optimizer is not None
         if most_share is not None and not self._has_room(most_share, with_optimizer=has_optimizer):
             self.save_checkpoint(weights=weights, optimizer=optimizer, tokenizer=tokenizer)
+            self._running = None if upload is None else _Thread(lambda: self._upload(upload))
             return
         with self.ready_for_training():
             snapshot = self.engine.snapshot(with_optimizer=has_optimizer, copies=True)
-        self._running = _Thread(lambda: self._write(snapshot, weights, optimizer, tokenizer))
+
+        def write() -> None:
+            self._write(snapshot, weights, optimizer, tokenizer)
+            self._upload(upload)
+
+        self._running = _Thread(write)
 
     def _has_room(self, most_share: float, *, with_optimizer: bool) -> bool:
         """(collective) Return whether copies of what is saved take at most this share of each node's free memory."""
@@ -229,6 +250,10 @@ class PolicyWorker(Passes, RefitSource):
         snapshot.write(weights=weights, optimizer=optimizer, group=self._save_group)
         if tokenizer is not None:
             save_tokenizer(self.tokenizer, tokenizer, model=self._model_folder, group=self._save_group)
+
+    def _upload(self, upload: Upload | None) -> None:
+        if upload is not None:
+            upload_together(upload, group=self._save_group)
 
     # Diagnostics.
 
