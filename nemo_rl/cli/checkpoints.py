@@ -24,13 +24,13 @@ from nemo_rl.config.backends import LoraConfig
 from nemo_rl.config.base import is_url
 from nemo_rl.config.load import load_config
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.config.yaml_text import masked
+from nemo_rl.config.yaml_text import YamlProblem, masked, parse_yaml
 from nemo_rl.errors import CheckpointError
 from nemo_rl.utils import interrupt
 from nemo_rl.utils.checkpoint import STEP, WEIGHTS, Checkpoint, checkpoint_paths, read_checkpoint
 from nemo_rl.utils.console import make_console
 from nemo_rl.utils.exits import machine_problem
-from nemo_rl.utils.files import give_usual_modes, write_text
+from nemo_rl.utils.files import give_usual_modes, read_plain_text, write_text
 from nemo_rl.utils.memory import package_versions
 from nemo_rl.utils.object_store import ObjectStore
 from nemo_rl.utils.remote_checkpoints import RemoteCheckpoints
@@ -361,7 +361,12 @@ def _url_of_run(log_dir: Path) -> str | None:
     """Return the URL of the checkpoints of a run; None where they lie in a folder."""
     if not (log_dir / RECIPE_FILE).is_file() or (log_dir / CHECKPOINTS).is_dir():
         return None
-    return load_config(log_dir / RECIPE_FILE, with_masked=True).checkpointing.url
+    try:
+        tree = parse_yaml(read_plain_text(log_dir / RECIPE_FILE))
+        place = tree["checkpointing"]["checkpoint_dir"]
+    except (OSError, ValueError, KeyError, TypeError, YamlProblem):
+        return None
+    return str(place) if is_url(place) else None
 
 
 def _at_url(url: str, step: int | None) -> Checkpoint:

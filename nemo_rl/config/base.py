@@ -24,6 +24,7 @@ __all__ = [
     "is_url",
     "keys_of",
     "seconds_of",
+    "url_problem",
 ]
 
 START_TIMEOUT_S = 600.0
@@ -51,6 +52,24 @@ def is_url(place: object) -> bool:
         (True, False)
     """
     return isinstance(place, str) and _URL.match(place) is not None
+
+
+def url_problem(url: str) -> str | None:
+    """Return why files cannot be kept at a URL, without its text, which may hold a secret; None where they can."""
+    protocol, _, rest = url.partition("://")
+    example = "expected one such as s3://bucket/run"
+    if "::" in url:
+        return f"a chain of protocols is not written to; {example}"
+    if protocol == "memory":
+        return f"memory:// ends with its process; {example}"
+    if not rest.strip("/"):
+        return f"{protocol}:// names no place; {example}"
+    if ":" in rest.partition("/")[0].rpartition("@")[0] or "?" in rest or "#" in rest:
+        return (
+            f"a URL of {protocol} with a password or a query; leave them out, and give credentials as fsspec takes "
+            "them: in the environment, or in ~/.config/fsspec"
+        )
+    return None
 
 
 def _path_or_url(given: object) -> Path | str:

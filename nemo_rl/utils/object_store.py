@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import fsspec
 
+from nemo_rl.config.base import url_problem
 from nemo_rl.config.yaml_text import masked
 from nemo_rl.errors import CheckpointError, shorten
 from nemo_rl.utils.exits import text_of
@@ -71,6 +72,9 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        problem = url_problem(url)
+        if problem is not None:
+            raise CheckpointError(problem)
         self.url, self._timeout_s = url, timeout_s
         protocol = url.partition("://")[0]
         options = {"auto_mkdir": True} if protocol in MKDIRS else {}

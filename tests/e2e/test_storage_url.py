@@ -57,11 +57,13 @@ def _run(recipe: Path, *overrides: str) -> str:
 
 
 @pytest.mark.full
-def test_a_url_changes_no_number_also_when_it_is_resumed_on_other_ranks(tmp_path: Path, model: Path) -> None:
+def test_a_url_changes_no_number_also_when_it_is_resumed_on_other_ranks(
+    tmp_path: Path, model: Path, command_line: CommandLine
+) -> None:
     with object_server(tmp_path / "store") as url:
         for name, place in (("path", tmp_path / "saved"), ("url", f"{url}/run")):
             recipe = _recipe(tmp_path / name, model, place)
-            _run(recipe, "grpo.max_num_steps=2", *ONE_PROCESS)
+            assert command_line(recipe, "grpo.max_num_steps=2", *ONE_PROCESS)[0] == 0
             # Two ranks, over Ray: both upload, and both read what one process has written.
             output = _run(recipe, RESUME)
             assert f"resuming after step 2 from {place}/step_2" in output

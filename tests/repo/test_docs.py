@@ -39,6 +39,7 @@ SUFFIXES = {".py", ".md", ".yaml", ".toml"}
 OUTSIDE = {
     # Files and folders of a run or a checkout.
     *("metrics.jsonl", "reward.log", "reward_curve.png", "training_info.json", "manifest.json", "latest", "step_N"),
+    *("step_20", "step_20.json", "staging"),
     *("schedule.jsonl", "outcome.json", "error.txt", "config.yaml", "diff"),
     # States of a run, and a key of the JSON of a step.
     *("ok", "running", "ended", "stopped", "failed", "unusual"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nemo_rl.config.base import Section
+from nemo_rl.config.base import Section, url_problem
 from nemo_rl.config.data_plane import MooncakeConfig
 from nemo_rl.config.parts import ENGINE_CAPABILITIES
 from nemo_rl.config.rules.rule import keys_besides_the_switch, would_be_ignored
@@ -69,19 +69,9 @@ def rule_checkpoint_url_can_be_written(config: MasterConfig) -> Iterator[str]:
         because = f"{key} is a path"
         yield from would_be_ignored(section, "checkpointing", ("staging_dir",), switch=key, because=because)
         return
-    protocol, _, rest = url.partition("://")
-    if "::" in url:
-        yield f"{key}: a chain of protocols is not written to; expected one, such as s3://bucket/run"
-    elif protocol == "memory":
-        yield f"{key}: memory:// ends with its process; expected a store that lasts, such as s3://bucket/run"
-    elif not rest.strip("/"):
-        yield f"{key}: {protocol}:// names no place; expected one, such as s3://bucket/run"
-    elif ":" in rest.partition("/")[0].rpartition("@")[0] or "?" in rest or "#" in rest:
-        # Without its text, which may be a secret.
-        yield (
-            f"{key}: a URL of {protocol} with a password or a query; leave them out, and give credentials as fsspec "
-            "takes them: in the environment, or in ~/.config/fsspec"
-        )
+    problem = url_problem(url)
+    if problem is not None:
+        yield f"{key}: {problem}"
 
 
 def rule_checkpoint_metric_is_logged(config: MasterConfig) -> Iterator[str]:

@@ -234,9 +234,12 @@ def upload_together(upload: Upload, *, group: dist.ProcessGroup) -> None:
         CheckpointError: on every rank; nothing names what was uploaded.
     """
     problem = None
-    shares: list[Any] = [None]
+    shares: list[Any] = [[[]] * group.size()]
     if group.rank() == 0:
-        shares = [_shares(upload.folder, group.size())]
+        try:
+            shares = [_shares(upload.folder, group.size())]
+        except OSError as error:
+            problem = cause_text(error)
     # What one node has written another may not list at once.
     dist.broadcast_object_list(shares, group=group, group_src=0)
     try:

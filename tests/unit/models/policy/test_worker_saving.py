@@ -19,7 +19,7 @@ from nemo_rl.distributed.worker_groups import LocalWorkerGroup
 from nemo_rl.errors import CheckpointError
 from nemo_rl.models.policy.tq_policy import Policy
 from nemo_rl.models.policy.workers.policy_worker import PolicyWorker
-from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.checkpoint import CheckpointManager, Upload
 from tests.helpers.gloo import run_ranks
 from tests.helpers.tiny_model import tiny_batch, tiny_policy, tiny_worker
 
@@ -81,6 +81,21 @@ def test_a_copy_that_takes_too_much_of_the_free_memory_is_not_made(
     worker.begin_save(**paths_in(tmp_path / "room"), most_share=0.9)
     assert worker.finish_save(timeout_s=FAR_S) > 0
     assert contents(tmp_path / "room") == contents(tmp_path / "no room")
+
+
+def test_what_was_written_is_uploaded_beside_the_training_also_without_room_for_a_copy(
+    worker: PolicyWorker, tmp_path: Path
+) -> None:
+    for name, share in (("room", None), ("no room", 1e-9)):
+        folder = tmp_path / name
+        upload = Upload(url=f"file://{tmp_path}/stored {name}", folder=folder, timeout_s=FAR_S)
+        worker.begin_save(**paths_in(folder / "policy"), most_share=share, upload=upload)
+        assert worker.finish_save(timeout_s=FAR_S) > 0
+        assert contents(tmp_path / f"stored {name}") == contents(folder) and len(contents(folder)) > 5
+    blocked = Upload(url=f"file://{folder}/policy/weights/config.json", folder=folder, timeout_s=FAR_S)
+    worker.begin_save(**paths_in(folder / "policy"), upload=blocked)
+    with pytest.raises(CheckpointError, match=r"rank 0 could not upload it: file://.*earlier checkpoints stay valid"):
+        worker.finish_save(timeout_s=FAR_S)
 
 
 def test_a_disk_that_is_full_is_told_when_the_save_is_finished(worker: PolicyWorker, tmp_path: Path) -> None:
