@@ -33,6 +33,7 @@ from tests.helpers.runs import ROOT
 PROTOCOL = "objects"
 KEY, KEY_VARIABLE = "rightkey-7f31", "OBJECTS_SECRET_KEY"
 TIMEOUT_S = 60.0
+BLOCK_BYTES = 1 << 20
 BUCKET = "bucket"
 
 
@@ -44,9 +45,12 @@ class ObjectFileSystem(AbstractFileSystem):
     def _request(self, method: str, path: str, body: Any = None) -> bytes:
         host, _, rest = self._strip_protocol(path).partition("/")
         key = os.environ.get(KEY_VARIABLE, "")
-        connection = http.client.HTTPConnection(host, timeout=TIMEOUT_S)
+        connection = http.client.HTTPConnection(host, timeout=TIMEOUT_S, blocksize=BLOCK_BYTES)
+        headers = {"Authorization": key}
+        if hasattr(body, "fileno"):
+            headers["Content-Length"] = str(os.fstat(body.fileno()).st_size)
         try:
-            connection.request(method, "/" + quote(rest), body, {"Authorization": key})
+            connection.request(method, "/" + quote(rest), body, headers)
             response = connection.getresponse()
             content = response.read()
         finally:
@@ -102,6 +106,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, folder: Path, *, slow_s: float = 0.0, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.folder, self.slow_s = folder, slow_s
+        self.md5s: dict[Path, str] = {}
         self.failures = 0
         """Requests that are refused with 503 from here on."""
 
@@ -112,8 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _run(self) -> None:
         name = unquote(self.path).strip("/")
         length = int(self.headers.get("Content-Length") or 0)
-        chunked = self.headers.get("Transfer-Encoding") == "chunked"
-        content = self._chunks() if chunked else self.rfile.read(length)
+        content = self.rfile.read(length)
         if len(content) < length:
             return  # the client was killed
         if self.headers.get("Authorization") != KEY:
@@ -138,12 +142,13 @@ class _Handler(BaseHTTPRequestHandler):
             partial = self.server.folder / f"put-{uuid.uuid4().hex}"
             partial.write_bytes(content)
             partial.rename(file)
+            self.server.md5s[file] = hashlib.md5(content).hexdigest()
             return 200, b""
         if self.command == "REPORT":
             inside = f"{key}/" if key else ""
             objects = {unquote(path.name): path for path in sorted(folder.iterdir())}
             rows = [
-                [f"{bucket}/{each}", path.stat().st_size, hashlib.md5(path.read_bytes()).hexdigest()]
+                [f"{bucket}/{each}", path.stat().st_size, self.server.md5s.get(path, "")]
                 for each, path in objects.items()
                 if each.startswith(inside)
             ]
@@ -154,13 +159,6 @@ class _Handler(BaseHTTPRequestHandler):
             file.unlink()
             return 200, b""
         return 200, file.read_bytes()
-
-    def _chunks(self) -> bytes:
-        content = b""
-        while size := int(self.rfile.readline() or b"0", 16):
-            content += self.rfile.read(size)
-            self.rfile.readline()
-        return content
 
     def _answer(self, status: int, content: bytes = b"") -> None:
         self.send_response(status)

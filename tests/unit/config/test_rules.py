@@ -346,6 +346,14 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("checkpointing.enabled=false", "checkpointing.save_optimizer=false"), "checkpointing.save_optimizer: False"),
         (("checkpointing.enabled=false", "checkpointing.async_save=true"), "checkpointing.async_save: True would be"),
     ],
+    "rule_checkpoint_url_can_be_written": [
+        (("checkpointing.staging_dir=staged",), "checkpointing.staging_dir: PosixPath('staged') would be ignored"),
+        (("checkpointing.checkpoint_dir=simplecache::s3://bucket/run",), "a chain of protocols is not written to"),
+        (("checkpointing.checkpoint_dir=memory://run",), "memory:// ends with its process"),
+        (("checkpointing.checkpoint_dir=s3://",), "s3:// names no place"),
+        (("checkpointing.checkpoint_dir=s3://me:word@host/run",), "a URL of s3 with a password or a query"),
+        (("checkpointing.checkpoint_dir=s3://bucket/run?sig=x",), "a URL of s3 with a password or a query"),
+    ],
     "rule_checkpoint_metric_is_logged": [
         (("checkpointing.metric_name=accuracy",), "checkpointing.metric_name: expected val:NAME or train:NAME"),
         (("data.validation=null", "checkpointing.metric_name=val:pass_at_1"), "'val:pass_at_1' is never measured"),
