@@ -347,7 +347,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("checkpointing.enabled=false", "checkpointing.async_save=true"), "checkpointing.async_save: True would be"),
     ],
     "rule_checkpoint_url_can_be_written": [
-        (("checkpointing.staging_dir=staged",), "checkpointing.staging_dir: PosixPath('staged') would be ignored"),
+        (("checkpointing.staging_dir=staged",), "checkpointing.staging_dir: would be ignored"),
         (("checkpointing.checkpoint_dir=simplecache::s3://bucket/run",), "a chain of protocols is not written to"),
         (("checkpointing.checkpoint_dir=memory://run",), "memory:// ends with its process"),
         (("checkpointing.checkpoint_dir=s3://",), "s3:// names no place"),
