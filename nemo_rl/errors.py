@@ -25,6 +25,7 @@
     |   |-- PayloadLost           the process that held the bytes of these rows is gone; the data plane itself lives
     |   `-- DataPlaneClosed       the client, its ledger or its backend has ended
     |       `-- LedgerLost        a ledger that is started again after its death is not back yet
+    |-- NodeLost                  machines of a run have died; names them and their ranks
     `-- WorkerError               a worker failed: rank, stage and text of the root cause
         |-- CollectiveTimeout     a collective did not finish in time
         |-- RefitMismatch         an engine does not sample from the weights that it was sent
@@ -56,6 +57,7 @@ __all__ = [
     "LedgerLost",
     "ModelFolderError",
     "NemoRLError",
+    "NodeLost",
     "NonFiniteError",
     "PartitionNotFound",
     "PayloadCorrupt",
@@ -262,6 +264,15 @@ class WorkerLost(WorkerError):
 
 class WorkerLate(WorkerLost, CollectiveTimeout):
     """A worker did not answer in time."""
+
+
+class NodeLost(NemoRLError):
+    """Machines of a run have died in the middle of it; the text names them, their ranks and what failed by it."""
+
+    def __init__(self, text: str, *, num_lost: int, num_spare: int) -> None:
+        self.num_lost, self.num_spare = num_lost, num_spare
+        """Machines that died, and those alive that could take their place; -1: too few for the run are left."""
+        super().__init__(text)
 
 
 def _rebuild_worker_error(kind: type[WorkerError], text: str, rank: int | None, stage: str | None) -> WorkerError:

@@ -43,6 +43,7 @@ QUIET = (
     "logger.reward_curve=false",
     "logger.num_rollouts_to_log=0",
     "checkpointing.enabled=false",
+    "cluster.spare_nodes=0",
     "diagnostics.keep_steps.enabled=false",
 )
 """Settings of the replay: none of them changes a number of a step."""

@@ -17,11 +17,12 @@ from pathlib import Path
 from rich.console import Console
 
 from nemo_rl.algorithms.engines import EngineStarts, engine_scheduler, engine_spec, local_engines
-from nemo_rl.algorithms.grpo_sync import RunSummary
+from nemo_rl.algorithms.grpo_sync import GRPOTrainer, RunSummary
 from nemo_rl.algorithms.preflight.checks import run_checks
 from nemo_rl.algorithms.processes import num_engine_bundles, run_environment, worker_forks
 from nemo_rl.algorithms.run_folder import CONFIG_FILE, CURVE_FILE
-from nemo_rl.algorithms.setup import open_trainer
+from nemo_rl.algorithms.saver import build_checkpoints
+from nemo_rl.algorithms.setup import open_parts
 from nemo_rl.config.r3_trace_env import r3_trace_enabled, trace_folder
 from nemo_rl.config.run import LoggerConfig
 from nemo_rl.config.schema import MasterConfig
@@ -32,11 +33,12 @@ from nemo_rl.distributed.ray_worker_groups import RayWorkerGroup
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import WorkerFleet
 from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import ConfigError, NodeLost
 from nemo_rl.experience.conversation_setup import RolloutSampling
 from nemo_rl.experience.evaluation.evaluator import Evaluator
 from nemo_rl.experience.rollout_worker import REWARD_LOG
 from nemo_rl.experience.rollouts import RolloutSpec, sampling_params
+from nemo_rl.utils import interrupt
 from nemo_rl.utils.deadlines import SaveDeadline, StartUp
 from nemo_rl.utils.files import replace_file
 from nemo_rl.utils.logger import REWARD_METRIC, VAL_ACCURACY_METRIC, VAL_REWARD_METRIC
@@ -45,9 +47,11 @@ from nemo_rl.utils.panel import final_lines
 from nemo_rl.utils.rollout_file import ROLLOUTS
 from nemo_rl.utils.trackers import METRICS_FILE, read_metrics
 
-__all__ = ["CHECKED", "open_evaluator", "run", "write_reward_curve"]
+__all__ = ["CHECKED", "NODES_LOST_METRIC", "config_after_loss", "open_evaluator", "run", "write_reward_curve"]
 
 
+NODES_LOST_METRIC = "cluster/nodes_lost"
+"""Nodes that a run has lost so far, beside the metrics of the step from which it has gone on."""
 CHECKED = ("model", "tokenizer", "reward", "engine", "GPUs")
 """Checks of a run that concern an evaluation, too."""
 
@@ -131,7 +135,7 @@ def _engines(config: MasterConfig, stack: ExitStack, start: StartUp, forks: Fork
 def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> RayVirtualCluster:
     """Return a cluster for the engines alone: on GPUs they stand where they would in a run, on CPUs beside one empty
     bundle."""
-    generation, cluster = config.policy.generation, config.cluster
+    generation, cluster = config.policy.generation, config.cluster.model_copy(update={"spare_nodes": 0})
     uses_gpu = cluster.gpus_per_node > 0
     if not uses_gpu:
         cluster = cluster.model_copy(update={"num_nodes": 1, "cpu_workers_per_node": 1, "num_cpus": None})
@@ -158,9 +162,8 @@ def run(config: MasterConfig, *, console: Console, forks: ForkServer | None = No
     with (
         worker_forks(config) if forks is None else nullcontext(forks) as workers_from,
         PeakMemory() as memory,
-        open_trainer(config, console=console, forks=workers_from) as trainer,
     ):
-        summary = trainer.fit(deadline=SaveDeadline.starting_at(started, config.checkpointing.must_save_by))
+        summary = _trained(config, started, console=console, forks=workers_from)
     lines = final_lines(
         first_reward=summary.first_reward,
         last_reward=summary.last_reward,
@@ -173,6 +176,60 @@ def run(config: MasterConfig, *, console: Console, forks: ForkServer | None = No
     for line in lines:
         console.print(line)
     return summary
+
+
+def _trained(config: MasterConfig, started: float, *, console: Console, forks: ForkServer | None) -> RunSummary:
+    """Train to the end, after the loss of a node on those that are left and from the last checkpoint on, as long as
+    there are spare ones (`cluster.spare_nodes`).
+
+    Args:
+        started: of the run, on the monotonic clock.
+
+    Raises:
+        NodeLost: the run cannot go on; a note says why.
+    """
+    num_lost = 0
+    while True:
+        try:
+            with open_parts(config, console=console, forks=forks) as parts:
+                if num_lost and parts.resume_from is not None:
+                    parts.logger.log_metrics({NODES_LOST_METRIC: num_lost}, step=parts.resume_from.step)
+                deadline = SaveDeadline.starting_at(started, config.checkpointing.must_save_by)
+                return GRPOTrainer(parts).fit(deadline=deadline)
+        except NodeLost as lost:
+            num_lost += lost.num_lost
+            config = config_after_loss(config, lost, report=console.print)
+
+
+def config_after_loss(config: MasterConfig, lost: NodeLost, *, report: Callable[[str], None]) -> MasterConfig:
+    """Return the config by which a run goes on after the loss of nodes.
+
+    Args:
+        report: gets a warning in one line.
+
+    Raises:
+        NodeLost: again, where it cannot go on.
+    """
+    spare, saving = config.cluster.spare_nodes, config.checkpointing
+    checkpoints = build_checkpoints(saving, folder=config.checkpoint_dir, metric_name=config.checkpoint_metric)
+    last = None if checkpoints is None else checkpoints.latest()
+    if interrupt.received():
+        raise lost
+    if not spare or lost.num_spare < 0 or last is None:
+        why = "no node is spare" if not spare else "no checkpoint is complete" if last is None else "too few are alive"
+        lost.add_note(f"cluster.spare_nodes: the run does not go on by itself, {why}")
+        raise lost
+    report(f"warning: {lost}; going on after step {last.step} on the nodes that are alive")
+    # Resumed by the state that this very run has saved, whatever it has begun with.
+    resumed = saving.model_copy(update={"resume": True, "load_optimizer": True})
+    left = min(spare - lost.num_lost, lost.num_spare)
+    return config.model_copy(
+        update={
+            "checkpointing": resumed,
+            "cluster": config.cluster.model_copy(update={"spare_nodes": max(0, left)}),
+            "logger": config.logger.model_copy(update={"overwrite": False}),
+        }
+    )
 
 
 def _outputs(config: LoggerConfig, summary: RunSummary) -> dict[str, str | Path]:

@@ -170,7 +170,7 @@ def ray(
 def slurm(
     recipe: Recipe,
     overrides: Overrides = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="default: cluster.num_nodes")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="default: all that the recipe asks for")] = None,
     time: Annotated[str | None, typer.Option("--time", help="limit as Slurm writes it; saved before it")] = None,
     account: Annotated[str | None, typer.Option("--account", help="of Slurm")] = None,
     partition: Annotated[str | None, typer.Option("--partition", help="of Slurm")] = None,

@@ -34,6 +34,9 @@ class ClusterConfig(Section):
     """Address of a running Ray cluster (`auto` finds it); null starts one on this machine."""
     num_nodes: PositiveInt = 1
     """Machines with policy workers."""
+    spare_nodes: NonNegativeInt = 0
+    """Further machines of the Ray cluster that take the place of machines that die: the run goes on by itself from its
+    last checkpoint, at most so many times. Needs checkpoints on a file system that all machines share."""
     gpus_per_node: NonNegativeInt = 0
     """Policy workers per node, one GPU each; 0 means CPU workers."""
     cpu_workers_per_node: PositiveInt | None = None

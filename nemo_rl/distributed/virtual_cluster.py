@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +27,8 @@ from nemo_rl.config.run import ClusterConfig
 from nemo_rl.distributed.environment import worker_environment
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.own_ray import OwnRay, keep_sigterm_handler, shut_down_ray
-from nemo_rl.errors import ResourceError, UserError
+from nemo_rl.errors import DataPlaneError, NodeLost, ResourceError, UserError, WorkerError, shorten
+from nemo_rl.utils import interrupt
 from nemo_rl.utils.deadlines import StartUp
 
 __all__ = [
@@ -53,9 +55,19 @@ class ClusterNode:
     """The node's own name."""
     num_cpus: float
     num_gpus: float
+    port: int = 0
+    """Port of Ray's server there."""
 
     def __str__(self) -> str:
         return self.address if self.name == self.address else f"{self.name} ({self.address})"
+
+    def answers(self) -> bool:
+        """Return whether Ray's server there takes a connection."""
+        try:
+            socket.create_connection((self.address, self.port), timeout=CONNECT_S).close()
+        except OSError:
+            return False
+        return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +89,7 @@ def alive_nodes() -> list[ClusterNode]:
             name=str(found["NodeManagerHostname"]),
             num_cpus=float(found["Resources"].get("CPU", 0)),
             num_gpus=float(found["Resources"].get("GPU", 0)),
+            port=int(found["NodeManagerPort"]),
         )
         for found in ray.nodes()
         if found["Alive"]
@@ -130,6 +143,13 @@ def _too_few(share: NodeShare, fit: Sequence[ClusterNode], free: Sequence[Cluste
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
+CONNECT_S = 2.0
+LOOK_S = 5.0
+"""Seconds after a failure in which the machine of a worker that was lost may turn out to be dead: its processes do not
+end in the same moment."""
+DEATH_S = 90.0
+"""Seconds until Ray calls a machine dead that does not answer: five checks of 3 s, or of 13 s where nothing comes back
+from it."""
 
 
 class RayVirtualCluster:
@@ -176,6 +196,7 @@ class RayVirtualCluster:
         self._num_engine_bundles, self._engine_nodes = num_engine_bundles, engine_nodes
         self._gpus_per_engine_node = gpus_per_engine_node
         self._nodes: list[list[ClusterNode]] = []
+        self._spare: list[ClusterNode] = []
         self._group: PlacementGroup | None = None
         self._own: OwnRay | None = None
         self._joined = False
@@ -213,7 +234,7 @@ class RayVirtualCluster:
         try:
             self._start_ray()
             self._check_resources()
-            self._nodes = choose_nodes(alive_nodes(), self._shares(), first=ray.get_runtime_context().get_node_id())
+            *self._nodes, self._spare = self._choose(self._config.spare_nodes)
             self._place()
         except BaseException:
             self.close()
@@ -223,9 +244,12 @@ class RayVirtualCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, UserError):
-            self._keep_logs()
-        self.close()
+        try:
+            if isinstance(error, Exception) and not isinstance(error, UserError):
+                self._keep_logs()
+                self._raise_if_lost(error)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Free the placement group and, where we started it, Ray. Idempotent."""
@@ -239,6 +263,56 @@ class RayVirtualCluster:
         elif self._joined:
             shut_down_ray()
             self._joined = False
+
+    def _raise_if_lost(self, error: Exception) -> None:
+        """Raise NodeLost in place of an error of a run whose machines have died; where others may take their place,
+        once Ray knows it, too."""
+        if not self._joined or interrupt.received():
+            return
+        nodes = [*(node for share in self._nodes for node in share), *self._spare]
+        give_up = time.monotonic() + (LOOK_S if isinstance(error, WorkerError | DataPlaneError) else 0.0)
+        while not (lost := self._lost_of(nodes)) and time.monotonic() < give_up:
+            time.sleep(POLL_S)
+        if not lost:
+            return
+        named = "; ".join(
+            f"{node} of the Ray cluster is lost (Ray id {node.id}; policy ranks {self._ranks_on(node) or 'none'})"
+            for node in lost
+        )
+        if self._config.spare_nodes and not self._is_given_up(lost):
+            error.add_note(f"no answer for {DEATH_S:.0f} s, and Ray takes it for alive: {named}")
+            return
+        cause = " ".join(str(error).split())
+        raised = NodeLost(f"{named}: {shorten(cause)}", num_lost=len(lost), num_spare=self._num_spare())
+        for note in error.__notes__ if hasattr(error, "__notes__") else ():
+            raised.add_note(note)
+        raise raised from error
+
+    def _is_given_up(self, lost: Sequence[ClusterNode]) -> bool:
+        """Return whether Ray calls these machines dead within `DEATH_S`: until then it would place workers on them."""
+        give_up, gone = time.monotonic() + DEATH_S, {node.id for node in lost}
+        with self._start.waiting_for(f"Ray to notice the end of {', '.join(map(str, lost))}"):
+            while gone & {node.id for node in alive_nodes()}:
+                if time.monotonic() > give_up:
+                    return False
+                time.sleep(POLL_S)
+        return True
+
+    def _lost_of(self, nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
+        alive = {node.id for node in alive_nodes()}
+        return [node for node in nodes if node.id not in alive or not node.answers()]
+
+    def _ranks_on(self, node: ClusterNode) -> list[int]:
+        return [rank for rank, each in enumerate(_in_turn(self._nodes[0], self.num_workers)) if each == node]
+
+    def _num_spare(self) -> int:
+        """Return how many spare machines a run would have that starts now, at most as many as this one; -1: too few
+        are left for the run itself."""
+        for count in range(self._config.spare_nodes, -1, -1):
+            with suppress(ResourceError):
+                self._choose(count)
+                return count
+        return -1
 
     def _keep_logs(self) -> None:
         if self._own is None or self._logs_to is None:
@@ -307,6 +381,21 @@ class RayVirtualCluster:
                 what="policy.generation.colocated.num_nodes",
             ),
         ]
+
+    def _choose(self, num_spare: int) -> list[list[ClusterNode]]:
+        """Return the nodes of each share, and behind them the spare ones, each of which could take any place.
+
+        Raises:
+            ResourceError: too few nodes are alive.
+        """
+        shares = self._shares()
+        spare = NodeShare(
+            num_nodes=num_spare,
+            num_cpus=max(share.num_cpus for share in shares),
+            num_gpus=max(share.num_gpus for share in shares),
+            what="cluster.spare_nodes",
+        )
+        return choose_nodes(alive_nodes(), [*shares, spare], first=ray.get_runtime_context().get_node_id())
 
     def _check_resources(self) -> None:
         """Wait for what others are about to give back, but not for what the cluster does not have at all."""

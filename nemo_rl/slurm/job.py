@@ -112,6 +112,8 @@ class NodeSettings:
     node_timeout_s: float
     preload: tuple[str, ...]
     """Modules that workers on a node without GPUs find imported; none: each imports by itself."""
+    spare_nodes: int = 0
+    """Nodes of the job that may be lost before its command is ended."""
 
     @property
     def is_head(self) -> bool:
@@ -150,6 +152,7 @@ class NodeSettings:
             worker_ports=PortRange.parse("WORKER_PORTS", variables.get("WORKER_PORTS", "")),
             node_timeout_s=_seconds(variables, "NODE_TIMEOUT", NODE_TIMEOUT_S),
             preload=tuple(variables.get("PRELOAD", PRELOAD).split()),
+            spare_nodes=_number(variables, "SPARE_NODES", "SPARE_NODES", least=0, default=0),
         )
 
     def ray_words(self, *, address: str, temp_dir: Path, head: str | None, port: int) -> list[str]:
@@ -253,19 +256,27 @@ def render_job(recipe: Path, overrides: Sequence[str], options: JobOptions) -> s
     bundles = cluster.num_workers // cluster.num_nodes * cpus_per_bundle(config)
     num_cpus = bundles + math.ceil(other_cpus(config) / cluster.num_nodes)
     preload = "" if cluster.gpus_per_node else " ".join(forked_modules(config))
-    nodes = cluster.num_nodes if options.nodes is None else options.nodes
-    if nodes < cluster.num_nodes:
+    asked = {
+        "cluster.num_nodes": cluster.num_nodes,
+        "policy.generation.colocated.num_nodes": config.policy.generation.colocated.num_nodes,
+        "cluster.spare_nodes": cluster.spare_nodes,
+    }
+    nodes = sum(asked.values()) if options.nodes is None else options.nodes
+    if nodes < sum(asked.values()):
+        shown = " + ".join(f"{key}={count}" for key, count in asked.items() if count)
         raise UserError(
-            f"--nodes: expected at least cluster.num_nodes={cluster.num_nodes} of {recipe}, got {nodes}; ask "
-            "for more nodes, or lower cluster.num_nodes"
+            f"--nodes: expected at least {shown} of {recipe}, got {nodes}; ask for more nodes, or lower these keys"
         )
     if options.mounts and not options.container:
         raise UserError(f"--mounts: {options.mounts!r} would be ignored without --container")
     command = shlex.join(["-m", "nemo_rl.cli.main", "launch", "ray", "--address", "auto", "--", _path(recipe), *words])
     needs = {"num_gpus": cluster.gpus_per_node, "num_cpus": num_cpus}
-    variables = _variables(options, f'"$PYTHON" {command}', preload=preload, **needs)
+    variables = [*_variables(options, f'"$PYTHON" {command}', preload=preload, **needs)]
+    if cluster.spare_nodes:
+        variables.append(("SPARE_NODES", str(cluster.spare_nodes)))
     exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables)
-    call = shlex.join(["sbatch", *_sbatch_words(options, nodes, **needs), SCRIPT])
+    survives = ["--no-kill"] if cluster.spare_nodes else []
+    call = shlex.join(["sbatch", *survives, *_sbatch_words(options, nodes, **needs), SCRIPT])
     make_folder = shlex.join(["mkdir", "-p", "--", _path(options.log_dir)])
     # A comment ends at a line feed, which the name may hold.
     title = f"{printable(str(recipe), limit=NAME_LIMIT)} on {nodes} nodes; written by `nemo-rl launch slurm`"

@@ -34,7 +34,7 @@ from nemo_rl.distributed.run_folder import RunFolder
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.slurm.job import HEAD_FILE, RESULT_FILE, TOKEN_FILE, NodeSettings, PortRange
 from nemo_rl.slurm.roll import Attendance, NodesMissing, Roll
-from nemo_rl.utils.exits import INTERRUPTED, NODE_LOST
+from nemo_rl.utils.exits import FAILURE, INTERRUPTED, NODE_LOST
 from nemo_rl.utils.files import read_tail, write_text
 
 __all__ = ["STEP_END_S", "CommandChild", "RayChild", "RayFailed", "main"]
@@ -313,13 +313,15 @@ class SlurmNode:
             ended = await self._first(
                 command.run({**self._token_variables(), "RAY_ADDRESS": address}),
                 self._stop.wait(),
-                roll.lost(),
+                roll.lost(spare=self._settings.spare_nodes),
                 ray.ended(),
             )
         finally:
             await command.stop(is_signalled=self._stop.is_set())
         if isinstance(ended, str):
             logger.error("error: %s; the job's command is ended", ended)
+            return NODE_LOST
+        if ended == FAILURE and ended is not True and roll.problem() is not None:
             return NODE_LOST
         return ended if isinstance(ended, int) and ended is not True else INTERRUPTED
 

@@ -106,14 +106,31 @@ class Roll:
 
     def problem(self) -> str | None:
         """Return the first node that is lost, and why."""
-        lost = (member for member in self._members.values() if member.place is NodeProgress.LOST)
-        return next((f"node {member.name} ({member.host}) is lost: {member.why}" for member in lost), None)
+        return next(iter(self._lost()), None)
 
-    async def lost(self) -> str:
-        """Wait until a node is lost, and name it."""
-        while (reason := self.problem()) is None:
+    async def lost(self, *, spare: int = 0) -> str:
+        """Wait until more nodes are lost than there are spare ones, and name the one too many.
+
+        Args:
+            spare: nodes that may be lost; each is named in the log.
+        """
+        told: list[str] = []
+        while True:
+            for reason in self._lost():
+                if reason in told:
+                    continue
+                if len(told) == spare:
+                    return reason
+                told.append(reason)
+                logger.warning("%s; %d of %d spare nodes are lost, and the command goes on", reason, len(told), spare)
             await self._change()
-        return reason
+
+    def _lost(self) -> list[str]:
+        return [
+            f"node {member.name} ({member.host}) is lost: {member.why}"
+            for member in self._members.values()
+            if member.place is NodeProgress.LOST
+        ]
 
     async def dismiss(self, *, timeout_s: float) -> list[str]:
         """Tell all nodes to leave; those that have not said so in time are returned."""

@@ -241,7 +241,9 @@ def _layout(changes: Changes, config: MasterConfig, layout: SmallLayout, num_lay
     changes.set("cluster.gpus_per_node", 0, NO_GPU)
     if config.cluster.launcher == "ray":
         changes.set("cluster.cpu_workers_per_node", layout.workers, "gloo ranks in place of GPUs")
-    changes.set_all("cluster", {"address": None, "num_cpus": None, "threads_per_worker": 1}, ONE_MACHINE)
+    changes.set_all(
+        "cluster", {"address": None, "num_cpus": None, "spare_nodes": 0, "threads_per_worker": 1}, ONE_MACHINE
+    )
     changes.cap("cluster.stage_timeout_s", STAGE_S, "a layout that hangs ends")
     changes.cap("cluster.collective_timeout_s", COLLECTIVE_S, "a layout that hangs ends")
     same: dict[str, object] = {"context_parallel_size": sizes.context, "sequence_parallel": sizes.sequence_parallel}

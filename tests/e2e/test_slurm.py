@@ -1,4 +1,4 @@
-"""Jobs on two Slurm nodes: done, cancelled, requeued, at their limit, with a node that is killed or never comes."""
+"""Jobs on Slurm nodes: done, cancelled, requeued, at their limit, with a node that is killed, spare or never comes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.utils.exits import INTERRUPTED, NODE_LOST, TIME_LIMIT
+from nemo_rl.utils.trackers import metrics_by_step
 from tests.helpers.runs import logged_steps, run_cli, write_recipe
 
 ROOT = Path(__file__).parents[2]
-NODES = {"n1": "127.0.0.2", "n2": "127.0.0.3"}
+NODES = {"n1": "127.0.0.2", "n2": "127.0.0.3", "n3": "127.0.0.4"}
 """One address each: Ray takes 127.0.0.1 for another one."""
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "squeue", "munged")
 DAEMON_START_S = 30.0
@@ -304,7 +305,7 @@ def slurm(tmp_path_factory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def cluster(slurm: SlurmCluster) -> SlurmCluster:
-    """Both nodes are free, also after a test that has failed."""
+    """All nodes are free, also after a test that has failed."""
     slurm.run("scancel", "--user=root")
     slurm.wait_for(lambda: slurm.states() == ["idle"] * len(NODES), "idle nodes", 60)
     return slurm
@@ -331,7 +332,7 @@ def test_a_recipe_runs_on_two_nodes_and_leaves_nothing(cluster, tmp_path, model)
     assert job.wait(timeout_s=START_S) == "COMPLETED", job.log
     assert [row["step"] for row in logged_steps(tmp_path / "logs")] == [1, 2], job.log
     assert "step 2/2" in (job.folder / "start_0" / "command.log").read_text()
-    assert {path.name for path in (job.folder / "start_0" / "nodes").iterdir()} == {*NODES}
+    assert {path.name for path in (job.folder / "start_0" / "nodes").iterdir()} == {"n1", "n2"}
     job.check_nothing_is_left()
 
 
@@ -400,6 +401,27 @@ def test_a_killed_node_is_named_and_ends_or_requeues_the_job(cluster, tmp_path, 
             assert job.wait(timeout_s=LOST_S) in ("FAILED", "NODE_FAIL"), job.log
         assert "node n2 (" in job.log and "is lost: " in job.log
         job.wait(timeout_s=60)
+        job.check_nothing_is_left(but_folders=1)
+    finally:
+        cluster.start_node("n2")
+
+
+@pytest.mark.full
+def test_a_job_goes_on_with_its_spare_node_when_one_is_killed(cluster, tmp_path, model):
+    spare = {**TWO_NODES, "spare_nodes": 1}
+    recipe = write_recipe(tmp_path, model, cluster=spare, grpo={"max_num_steps": 20}, checkpointing=SAVING)
+    job = cluster.launch(recipe, "--no-requeue")
+    job.wait_for_text("all 3 nodes have joined Ray", START_S)
+    wait_for_step(job, 2, tmp_path / "logs")
+    cluster.end("n2", signal.SIGKILL)
+    try:
+        for pid in job.processes("n2"):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        job.wait_for_text("1 of 1 spare nodes are lost, and the command goes on", LOST_S)
+        assert job.wait(timeout_s=START_S) == "COMPLETED", job.log
+        assert "127.0.0.3" in job.log and "on the nodes that are alive" in job.log, job.log
+        assert list(metrics_by_step(tmp_path / "logs" / "metrics.jsonl")) == [*range(1, 21)]
         job.check_nothing_is_left(but_folders=1)
     finally:
         cluster.start_node("n2")

@@ -68,6 +68,21 @@ REFUSED_CLUSTERS: Refused = {
         (("cluster.num_nodes=2",), "cluster.num_nodes: 2 nodes need"),
         (("cluster.address=auto", "cluster.num_cpus=8"), "cluster.num_cpus: would be ignored"),
     ],
+    "rule_spare_nodes_need_a_cluster_and_checkpoints": [
+        (("cluster.spare_nodes=1",), "cluster.spare_nodes: needs a running Ray cluster of 2 nodes"),
+        (
+            ("cluster.spare_nodes=1", "cluster.address=auto", "checkpointing.enabled=false"),
+            "cluster.spare_nodes: a run goes on from its last checkpoint, and checkpointing.enabled is false",
+        ),
+        (
+            ("cluster.spare_nodes=1", "cluster.address=auto", "checkpointing.save_optimizer=false"),
+            "cluster.spare_nodes: a run goes on from its last checkpoint, and checkpointing.save_optimizer is false",
+        ),
+        (
+            (*LOCAL, "cluster.spare_nodes=1"),
+            "cluster.spare_nodes: 1 would be ignored, because cluster.launcher is 'local'",
+        ),
+    ],
     "rule_delta_refit_needs_processes": [
         ((*LOCAL, "policy.generation.refit_delta.enabled=true"), "with cluster.launcher 'local' weights never leave"),
         (("policy.generation.refit_delta.full_every=9",), "generation.refit_delta.full_every: 9 would be ignored"),

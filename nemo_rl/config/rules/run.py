@@ -146,7 +146,7 @@ def rule_local_launcher_needs_one_process(config: MasterConfig) -> Iterator[str]
     replicas = config.policy.generation.num_replicas
     if replicas > 1:
         yield f"policy.generation.num_replicas: one process holds one engine, got {replicas}; set it to 1"
-    names = ("address", "num_cpus")
+    names = ("address", "num_cpus", "spare_nodes")
     because = "cluster.launcher is 'local'"
     yield from would_be_ignored(cluster, "cluster", names, switch="cluster.launcher", because=because)
 
@@ -157,6 +157,21 @@ def rule_several_nodes_need_an_address(config: MasterConfig) -> Iterator[str]:
         yield "cluster.num_cpus: would be ignored, because cluster.address names a running Ray cluster; leave it out"
     if cluster.launcher == "ray" and cluster.num_nodes > 1 and cluster.address is None:
         yield f"cluster.num_nodes: {cluster.num_nodes} nodes need a running Ray cluster; set cluster.address=auto"
+
+
+def rule_spare_nodes_need_a_cluster_and_checkpoints(config: MasterConfig) -> Iterator[str]:
+    cluster, saving = config.cluster, config.checkpointing
+    if not cluster.spare_nodes or cluster.launcher == "local":
+        return
+    key, num_nodes = "cluster.spare_nodes", cluster.num_nodes + cluster.spare_nodes
+    if cluster.address is None:
+        yield f"{key}: needs a running Ray cluster of {num_nodes} nodes; set cluster.address=auto, or {key}=0"
+    if not saving.enabled or not saving.save_optimizer:
+        lacking = "save_optimizer" if saving.enabled else "enabled"
+        yield (
+            f"{key}: a run goes on from its last checkpoint, and checkpointing.{lacking} is false; set it to true, or "
+            f"{key}=0"
+        )
 
 
 def rule_env_vars_need_processes(config: MasterConfig) -> Iterator[str]:

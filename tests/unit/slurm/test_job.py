@@ -36,6 +36,7 @@ CASES = {
             sbatch=["--qos=high"],
         ),
     ),
+    "spare_nodes": (DEMO, ["cluster.num_nodes=2", "cluster.spare_nodes=1"], JobOptions(requeue=False)),
     "own_ways_to_resume": (
         DEMO,
         ["checkpointing.resume=true", "checkpointing.must_save_by=1:00:00"],
@@ -90,6 +91,10 @@ def test_the_command_line_prints_what_is_rendered(command):
     [
         (["slurm", "nix.yaml"], "nix.yaml: no such file"),
         (["slurm", str(DEMO), "cluster.num_nodes=2", "--nodes", "1"], "--nodes: expected at least cluster.num_nodes=2"),
+        (
+            ["slurm", str(DEMO), "cluster.num_nodes=2", "cluster.spare_nodes=1", "--nodes", "2"],
+            "--nodes: expected at least cluster.num_nodes=2 + cluster.spare_nodes=1",
+        ),
         (["slurm", str(DEMO), "--mounts", "/a:/a"], "--mounts: '/a:/a' would be ignored without --container"),
         (["slurm", str(DEMO)], "no Slurm here: sbatch is not on PATH"),
         (["attach", "1"], "no Slurm here: scontrol is not on PATH"),

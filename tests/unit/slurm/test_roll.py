@@ -68,6 +68,26 @@ def test_the_missing_are_named_with_how_far_they_came():
     in_time(talk())
 
 
+def test_spare_nodes_may_be_lost_and_the_one_too_many_is_named(caplog):
+    async def talk() -> None:
+        roll = Roll(["a", "b"], token=TOKEN)
+        port = await roll.open(HOST)
+        first = await Attendance.connect(HOST, port, name="a", token=TOKEN)
+        second = await Attendance.connect(HOST, port, name="b", token=TOKEN)
+        lost = asyncio.create_task(roll.lost(spare=1))
+        first.failed("Ray has ended")
+        while "node a (" not in caplog.text:
+            await asyncio.sleep(SHORT_S / 10)
+        assert not lost.done() and "1 of 1 spare nodes are lost, and the command goes on" in caplog.text
+        second.failed("Ray has ended")
+        assert (await lost).startswith("node b (")
+        await roll.close()
+        await first.leave()
+        await second.leave()
+
+    in_time(talk())
+
+
 @pytest.mark.parametrize("said", [b"no JSON\n", b"[]\n", b"[" * 60_000 + b"\n", b"x" * 100_000, b'{"half'])
 def test_a_head_that_says_what_cannot_be_read_is_lost(said):
     async def head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

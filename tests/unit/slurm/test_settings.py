@@ -35,6 +35,8 @@ def test_ours_decide_over_slurms_and_the_rest_has_defaults(variables):
     assert (settings.num_cpus, settings.num_gpus, settings.is_head) == (8, 4, True)
     assert [node.name for node in settings.nodes] == ["n2", "n1", "n3"]
     assert settings.nodes[2] == NodeRecord(name="n3", address="n3")
+    assert settings.spare_nodes == 0
+    assert NodeSettings.from_environment({**variables, "SPARE_NODES": "2"}).spare_nodes == 2
     more = {"CPUS_PER_NODE": "2", "GPUS_PER_NODE": "0", "RAY_PORT": "7000-7010", "WORKER_PORTS": "8000-8999"}
     settings = NodeSettings.from_environment({**variables, **more, "NEMO_RL_HEAD_NODE": "n1", "NODE_TIMEOUT": "1.5"})
     assert (settings.num_cpus, settings.num_gpus, settings.is_head) == (2, 0, False)
