@@ -56,6 +56,14 @@ def wait_for_step(run: HostRun, logs: Path, step: int) -> None:
         time.sleep(0.1)
 
 
+def test_a_run_does_not_start_with_fewer_spare_nodes(cluster: RayHosts, model: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, model, checkpointing=SAVED)
+    code, output = HostRun(cluster, recipe, NODES, {"cluster.spare_nodes": "2"}).end()
+    assert code == 2, output
+    assert "cluster.spare_nodes: expected 2 nodes of the Ray cluster with 1 CPUs each, got 1" in output
+    assert "host-c (10.77.0.3): 5 CPUs" in output
+
+
 def test_a_run_goes_on_with_a_spare_node_to_the_same_numbers_and_without_one_ends_with_its_name(
     cluster: RayHosts, model: Path, tmp_path: Path
 ) -> None:
