@@ -38,7 +38,7 @@ OWN_PARTS = {
     "models": ("tests/unit/models",),
     "processes": ("tests/unit/distributed", "tests/unit/environments", "tests/unit/experience"),
     **{name: (f"tests/{name}",) for name in ("contract", "parity", "distributed")},
-    "clusters": ("tests/e2e/test_two_hosts.py", "tests/e2e/test_slurm.py", "tests/e2e/test_cluster_page.py"),
+    "clusters": tuple(f"tests/e2e/test_{name}.py" for name in ("two_hosts", "spare_nodes", "slurm", "cluster_page")),
 }
 """Name -> paths of a part that lies in another. The rest of `tests/e2e` takes as long as its runs of recipes; clusters
 and processes wait more than they compute."""

@@ -18,7 +18,14 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(missing()), reason=missing() or "hosts can be made"),
 ]
-NODES = {"cluster.num_nodes": "2", "cluster.cpu_workers_per_node": "1", "data_plane.impl": "ray"}
+NODES = {"cluster.num_nodes": "2", "cluster.cpu_workers_per_node": "1"}
+STORES = {
+    "ray": {"data_plane.impl": "ray"},
+    "transfer_queue": {
+        **{"data_plane.impl": "transfer_queue", "data_plane.simple.num_storage_units": "2"},
+        "data_plane.simple.placement": "spread",
+    },
+}
 SAVED = {"enabled": True, "save_period": 2, "metric_name": "train:reward"}
 DEADLINES = {"cluster.collective_timeout_s": "30", "cluster.stage_timeout_s": "120", "data_plane.timeout_s": "30"}
 LOST_LIMIT_S = 300.0
@@ -28,6 +35,15 @@ LOST_LIMIT_S = 300.0
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
     with ray_on_hosts(tmp_path_factory.mktemp("h"), number=3) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def whole(cluster: RayHosts) -> Iterator[RayHosts]:
+    """The cluster, whose dead nodes are started again after a test."""
+    yield cluster
+    for host in cluster.hosts[1:]:
+        if not host.processes():
+            cluster.restart_node(host)
 
 
 def wait_in_training(run: HostRun, log: Path, *, after_step: int) -> None:
@@ -58,23 +74,24 @@ def wait_for_step(run: HostRun, logs: Path, step: int) -> None:
 
 def test_a_run_does_not_start_with_fewer_spare_nodes(cluster: RayHosts, model: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, model, checkpointing=SAVED)
-    code, output = HostRun(cluster, recipe, NODES, {"cluster.spare_nodes": "2"}).end()
+    code, output = HostRun(cluster, recipe, NODES, STORES["ray"], {"cluster.spare_nodes": "2"}).end()
     assert code == 2, output
     assert "cluster.spare_nodes: expected 2 nodes of the Ray cluster with 1 CPUs each, got 1" in output
     assert "host-c (10.77.0.3): 5 CPUs" in output
 
 
+@pytest.mark.parametrize("store", STORES)
 def test_a_run_goes_on_with_a_spare_node_to_the_same_numbers_and_without_one_ends_with_its_name(
-    cluster: RayHosts, model: Path, tmp_path: Path
+    whole: RayHosts, model: Path, tmp_path: Path, store: str
 ) -> None:
     steps = {"max_num_steps": 12}
-    whole = write_recipe(tmp_path / "whole", model, grpo=steps)
-    code, output = HostRun(cluster, whole, NODES).end()
+    undisturbed = write_recipe(tmp_path / "undisturbed", model, grpo=steps)
+    code, output = HostRun(whole, undisturbed, NODES, STORES[store]).end()
     assert code == 0, output
-    first, second, third = cluster.hosts
-    before = {host.name: host.processes() for host in cluster.hosts}
+    first, second, third = whole.hosts
+    before = {host.name: host.processes() for host in whole.hosts}
     recipe, logs = write_recipe(tmp_path, model, checkpointing=SAVED, grpo=steps), tmp_path / "logs"
-    run = HostRun(cluster, recipe, NODES, DEADLINES, {"cluster.spare_nodes": "1"})
+    run = HostRun(whole, recipe, NODES, STORES[store], DEADLINES, {"cluster.spare_nodes": "1"})
     wait_in_training(run, logs / "workers" / "policy_1.log", after_step=3)
     second.kill()
     wait_for_step(run, logs, 6)
@@ -91,7 +108,7 @@ def test_a_run_goes_on_with_a_spare_node_to_the_same_numbers_and_without_one_end
     assert ended.startswith("error: host-c (10.77.0.3) ") and "policy ranks [1]" in ended, output
     rows = [row for row in learned(logs) if NODES_LOST_METRIC not in row]
     assert [row["step"] for row in rows][:6] == [*range(1, 7)]
-    assert rows == learned(tmp_path / "whole" / "logs")[: len(rows)]
+    assert rows == learned(tmp_path / "undisturbed" / "logs")[: len(rows)]
     lost = [row for row in logged_steps(logs) if NODES_LOST_METRIC in row]
     assert lost == [{"step": 2, NODES_LOST_METRIC: 1}]
     give_up = time.monotonic() + LOST_LIMIT_S

@@ -192,6 +192,8 @@ def ray_on_hosts(folder: Path, *, number: int = 2, num_cpus: int = 5) -> Iterato
         **{"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"},
         **{"RAY_worker_niceness": "0", "RAY_enable_worker_prestart": "false", "OMP_NUM_THREADS": "1"},
         "RAY_prestart_worker_first_driver": "false",
+        # A busy machine takes longer than Ray's 30 s.
+        "RAY_raylet_start_wait_time_s": "120",
     }
     with connected_hosts(number) as hosts:
         cluster = RayHosts(hosts, folder, environment, num_cpus)
