@@ -123,6 +123,12 @@ class SimulatedEngine:
     rows: list[tuple[float, int, str]] = field(default_factory=list)
     """Heap of end by the own clock, a number that makes entries differ, and name of the group."""
     idle_s: float = 0.0
+    share: float = 1.0
+    """Share of its time that it can use, where it has its processors with others."""
+    turn_s: float = 1.0
+    """Time for a second of the own clock, or for a turn where the clock counts turns."""
+    stall_s: float = 0.0
+    """Time that passes before the own clock goes on, such as for prompts that are read."""
     turn: int = 0
     """Number of changes; an event that was planned before the last one is void."""
 
@@ -133,7 +139,14 @@ class SimulatedEngine:
         if not self.rows:
             self.idle_s += passed
         if not self.is_frozen:
-            self.clock_s += passed
+            used = passed * self.share
+            stalled = min(self.stall_s, used)
+            self.stall_s -= stalled
+            self.clock_s += (used - stalled) / self.turn_s
+
+    def seconds_until(self, clock_s: float) -> float:
+        """Return the time until its clock shows so much, if nothing changes before."""
+        return max(0.0, (self.stall_s + (clock_s - self.clock_s) * self.turn_s) / self.share)
 
 
 class AsyncSimulation:
@@ -165,7 +178,9 @@ class AsyncSimulation:
                     f"deadlock before step {step}, at {self.now_s:.3f} s: {self.schedule.counts()}, waits for "
                     f"{self.schedule.waits_for(step)}, queued {list(self.queue)[:5]}"
                 )
-            self.now_s, _, event = heapq.heappop(self._events)
+            at_s, _, event = heapq.heappop(self._events)
+            self.pass_time(at_s)
+            self.now_s = at_s
             event()
             self._go_on()
         for engine in self.engines:
@@ -204,6 +219,9 @@ class AsyncSimulation:
     def after(self, seconds: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now_s + seconds, next(self._numbers), event))
 
+    def pass_time(self, until_s: float) -> None:
+        """Take note that nothing happens until then; a subclass counts who is busy."""
+
     def started(self, ticket: Ticket) -> None:
         """Queue an attempt for the engines; a subclass plans its faults here."""
         self.queue.append(ticket)
@@ -211,6 +229,17 @@ class AsyncSimulation:
     def finished(self, name: str) -> None:
         """All rows of a group have ended; a subclass has it filtered or failed."""
         self.schedule.ended(name, oldest_version=self.joined.pop(name))
+
+    def free_places(self, engine: SimulatedEngine) -> int:
+        """Return the number of rows that may join; a subclass has batches that nothing joins."""
+        return self.pipeline.places - len(engine.rows)
+
+    def group_joined(self, engine: SimulatedEngine, ordinal: int) -> None:
+        """Take note of rows that have just joined; a subclass lets their prompt take time."""
+
+    def train(self, selection: StepSelection, done: Callable[[], None]) -> None:
+        """Call `done` once the update of these groups is done; a subclass has other times."""
+        self.after(self.pipeline.train_s, done)
 
     def trained(self, step: int) -> None:
         """An update is done; a subclass saves a checkpoint here."""
@@ -258,22 +287,24 @@ class AsyncSimulation:
         """Have waiting groups join, first come first served, each in the engine with most free places."""
         while self.queue:
             seconds = self.pipeline.row_seconds(self.queue[0].draw.ordinal)
-            free = {engine.number: self.pipeline.places - len(engine.rows) for engine in self.engines}
+            free = {engine.number: self.free_places(engine) for engine in self.engines}
             engines = [each for each in self.engines if not each.is_frozen and free[each.number] >= len(seconds)]
             if not engines:
                 return
-            engine, name = max(engines, key=lambda each: free[each.number]), self.queue.popleft().name
+            engine, ticket = max(engines, key=lambda each: free[each.number]), self.queue.popleft()
+            name = ticket.name
             engine.move(self.now_s)
             for row_s in seconds:
                 heapq.heappush(engine.rows, (engine.clock_s + row_s, next(self._numbers), name))
             self.live[name], self.joined[name] = (engine, len(seconds)), engine.version
+            self.group_joined(engine, ticket.draw.ordinal)
             self._plan(engine)
 
     def _plan(self, engine: SimulatedEngine) -> None:
         engine.turn += 1
         if engine.rows and not engine.is_frozen and engine.rows[0][0] != float("inf"):
             turn = engine.turn
-            self.after(max(0.0, engine.rows[0][0] - engine.clock_s), lambda: self._end_rows(engine, turn))
+            self.after(engine.seconds_until(engine.rows[0][0]), lambda: self._end_rows(engine, turn))
 
     def _end_rows(self, engine: SimulatedEngine, turn: int) -> None:
         if engine.turn != turn:
@@ -297,7 +328,7 @@ class AsyncSimulation:
         for ticket in selection.tickets:
             self._decoded_s += sum(self.pipeline.row_seconds(ticket.draw.ordinal))
         self._training, waited = selection, self.now_s - self._waits_since_s
-        self.after(self.pipeline.train_s, lambda: self._update(selection, waited))
+        self.train(selection, lambda: self._update(selection, waited))
 
     def _update(self, selection: StepSelection, waited_s: float) -> None:
         self.schedule.trained(selection.step)
