@@ -71,6 +71,17 @@ def plan(
     gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="such as H100-80G")] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="in place of cluster.num_nodes")] = None,
     model_config: ModelConfig = None,
+    is_time: Annotated[bool, typer.Option("--time", help="seconds of a step, in a simulation")] = False,
+    sources: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="RUN", help="--time: log folder of a measured run; repeatable"),
+    ] = None,
+    cores: Annotated[
+        float | None, typer.Option("--cores", min=0.1, help="--time: processors that all CPU processes share")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option("--lengths", metavar="N[-M]", help="--time: response tokens, spread evenly")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan a run without starting anything.
@@ -79,10 +90,31 @@ def plan(
     """
     # torch takes seconds to import, and other commands need none.
     from nemo_rl_tools.plan.command import (  # noqa: PLC0415
+        nodes_overrides,
         plan_recipe,
         show_plan,
     )
 
+    if is_time:
+        from nemo_rl_tools.plan.time_command import TimeRequest, show_times, time_recipe  # noqa: PLC0415
+
+        request = TimeRequest(
+            recipe=recipe,
+            overrides=(*(overrides or ()), *(() if nodes is None else nodes_overrides(nodes))),
+            sources=tuple(sources or ()),
+            gpu=gpu,
+            cores=cores,
+            lengths=lengths,
+            model_config=model_config,
+        )
+        times = time_recipe(request)
+        if as_json:
+            typer.echo(json.dumps(times.as_json(), indent=2))
+        else:
+            show_times(times, make_console())
+        return
+    if sources or cores is not None or lengths is not None:
+        raise ConfigError("--from, --cores and --lengths: expected --time beside them; add it, or leave them out")
     found, error = plan_recipe(
         recipe, overrides=tuple(overrides or ()), gpu=gpu, nodes=nodes, model_config=model_config
     )

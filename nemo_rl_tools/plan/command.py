@@ -26,7 +26,7 @@ from nemo_rl_tools.plan import Balance, RunPlan, make_plan
 from nemo_rl_tools.plan.memory import RankMemory
 from nemo_rl_tools.plan.setting import GPU, GPUS, Model, PlanSetting, gpu_named
 
-__all__ = ["changes_of", "plan_recipe", "show_plan"]
+__all__ = ["changes_of", "plan_recipe", "planned_gpu", "show_plan"]
 
 FACTORS = (2, 4, 8)
 CPU_OFFLOADED = 1.0
@@ -172,7 +172,7 @@ def plan_recipe(
     """
     overrides += () if nodes is None else nodes_overrides(nodes)
     config = load_config(recipe, overrides)
-    device = _gpu(gpu, config.cluster.gpus_per_node)
+    device = planned_gpu(gpu, config.cluster.gpus_per_node)
     model = Model(planned_model_config(config.policy.model_name, given=model_config))
 
     taught_by = config.loss_fn.distillation.teacher.model_name
@@ -198,7 +198,8 @@ def plan_recipe(
     return plan, ResourceError(f"this recipe does not fit: {what}. The cheapest change that fits: {text}")
 
 
-def _gpu(name: str | None, count: int) -> GPU | None:
+def planned_gpu(name: str | None, count: int) -> GPU | None:
+    """Return the GPU of that name, None for a recipe of CPUs; raise ConfigError where name and recipe differ."""
     if name is None:
         if count:
             raise ConfigError(
