@@ -314,13 +314,15 @@ BENCH_conversations := conversations
 BENCH_lora := lora_refit
 BENCH_train-pass := train_pass
 BENCH_checkpoint := checkpoint
+BENCH_plan-time := plan_time
 BENCH_NEEDS_step := $(STARTER)/config.json
 BENCH_NEEDS_async-learning := $(STARTER)/config.json
+BENCH_NEEDS_plan-time := $(STARTER)/config.json $(CHAIN_SUM_STARTER)/config.json
 BENCH_NEEDS_data-plane := $(VENV)/.system
 BENCH_NEEDS_generation := $(VENV)/.vllm $(STARTER)/config.json
 BENCH_ARGS_packing := --seed 0
-bench-%: $(VENV)/.base $$(BENCH_NEEDS_$$*) ## benchmarks, into results/bench_*.json: step, data-plane, packing, router-replay, generation, tracer, driver, scale, async, async-learning, conversations, lora, train-pass, checkpoint
-	$(if $(BENCH_$*),,$(error bench-$*: expected one of bench-step, -data-plane, -packing, -router-replay, -generation, -tracer, -driver, -scale, -async, -async-learning, -conversations, -lora, -train-pass, -checkpoint))
+bench-%: $(VENV)/.base $$(BENCH_NEEDS_$$*) ## benchmarks, into results/bench_*.json: step, data-plane, packing, router-replay, generation, tracer, driver, scale, async, async-learning, conversations, lora, train-pass, checkpoint, plan-time
+	$(if $(BENCH_$*),,$(error bench-$*: expected one of bench-step, -data-plane, -packing, -router-replay, -generation, -tracer, -driver, -scale, -async, -async-learning, -conversations, -lora, -train-pass, -checkpoint, -plan-time))
 	$(BIN)/python benchmarks/$(BENCH_$*).py $(BENCH_ARGS_$*) --json results/bench_$(BENCH_$*).json $(ARGS)
 
 step-trace: $(VENV)/.dev $(STARTER)/config.json ## one step of the demo in one process: functions, lines, files and frames that it enters

@@ -82,6 +82,9 @@ class StarterConfig:
     seed: int = 0
     num_experts: int = 0
     """Experts of every layer, of which each token uses two; 0 is a dense model."""
+    hidden_size: int = 128
+    num_layers: int = 2
+    """Sizes of a dense model, whose MLP is three times as wide."""
     stop_accuracy: float = 0.25
     """Stop at the first evaluation that reaches this sampled accuracy on the calibration split."""
     target_accuracy: float = 0.30
@@ -275,7 +278,7 @@ def make_starter(folder: Path, task: StarterTask, *, config: StarterConfig) -> S
     folder = check_starter_place(folder)
     tokenizer = starter_tokenizer(task, seed=config.seed)
     torch.manual_seed(config.seed)
-    model = _build_model(tokenizer, num_experts=config.num_experts)
+    model = _build_model(tokenizer, config)
     report = _warm_start(model, tokenizer, task, config)
     write_starter(folder, model, tokenizer)
     return report
@@ -404,7 +407,7 @@ def sampled_accuracy(
     return right / len(split)
 
 
-def _build_model(tokenizer: PreTrainedTokenizerBase, *, num_experts: int) -> PreTrainedModel:
+def _build_model(tokenizer: PreTrainedTokenizerBase, config: StarterConfig) -> PreTrainedModel:
     common: dict[str, Any] = {
         "vocab_size": -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
         "num_attention_heads": 4,
@@ -416,8 +419,10 @@ def _build_model(tokenizer: PreTrainedTokenizerBase, *, num_experts: int) -> Pre
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    if not num_experts:
-        return Qwen3ForCausalLM(Qwen3Config(**common, hidden_size=128, num_hidden_layers=2, intermediate_size=384))
+    if not config.num_experts:
+        width, depth = config.hidden_size, config.num_layers
+        sizes = {"hidden_size": width, "num_hidden_layers": depth, "intermediate_size": 3 * width}
+        return Qwen3ForCausalLM(Qwen3Config(**common, **sizes))
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
             **common,
@@ -426,7 +431,7 @@ def _build_model(tokenizer: PreTrainedTokenizerBase, *, num_experts: int) -> Pre
             num_hidden_layers=4,
             intermediate_size=64,
             moe_intermediate_size=64,
-            num_experts=num_experts,
+            num_experts=config.num_experts,
             num_experts_per_tok=2,
             norm_topk_prob=True,
         )

@@ -27,7 +27,7 @@ from nemo_rl_tools.known_models import planned_model_config
 from nemo_rl_tools.plan.setting import GPU, Model, PlanSetting
 from nemo_rl_tools.plan.time_work import Workload, decode_amounts, pass_amounts, refit_bytes, rows_of_step
 
-__all__ = ["Measured", "TimeConstants", "assumed_constants", "constants_of", "measured_run"]
+__all__ = ["Measured", "TimeConstants", "assumed_constants", "constants_of", "measured_run", "measured_step_s"]
 
 WARM_UP_STEPS = 3
 """First steps of a run, which are slower: processes connect and memory is taken."""
@@ -138,8 +138,7 @@ def measured_run(folder: Path, *, cores: float | None) -> Measured:
         )
     setting = PlanSetting(config=config, model=Model(planned_model_config(config.policy.model_name)), gpu=None)
     engines, ranks = config.policy.generation.num_replicas, setting.layout.world_size
-    steps = [row for number, row in sorted(metrics_by_step(_file(folder, METRICS_FILE)).items()) if number > 0]
-    kept = steps[WARM_UP_STEPS:] if len(steps) > 2 * WARM_UP_STEPS else steps[1:]
+    steps, kept = _steps(folder)
     passes = [f"timing/{part}_s" for part in WorkerPass if any(f"timing/{part}_s" in row for row in kept)]
     speeds = [f"rollout/engine_{number}/tokens_per_s" for number in range(engines)] if engines > 1 else []
     needed = ["timing/step_s", "timing/rollout_s", "timing/train_s", "timing/refit_s", "rollout/response_tokens"]
@@ -178,11 +177,23 @@ def measured_run(folder: Path, *, cores: float | None) -> Measured:
         },
         amounts=_amounts(setting, workload),
         workload=workload,
-        step_s=median([row["timing/step_s"] + row["timing/refit_s"] for row in whole]),
+        step_s=measured_step_s(folder),
         checkpoint_byte_s=saved / saves / refit_bytes(setting) if saves else 0.0,
         environment=config.env.name,
         write_row_s=median(write) / (config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt),
     )
+
+
+def measured_step_s(folder: Path) -> float:
+    """Return the median seconds from one step of a run, of any kind, to the next."""
+    _, kept = _steps(folder)
+    return statistics.median(row["timing/step_s"] + row["timing/refit_s"] for row in kept)
+
+
+def _steps(folder: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Return the metrics of all steps, and of those behind the first ones."""
+    steps = [row for number, row in sorted(metrics_by_step(_file(folder, METRICS_FILE)).items()) if number > 0]
+    return steps, steps[WARM_UP_STEPS:] if len(steps) > 2 * WARM_UP_STEPS else steps[1:]
 
 
 def shared(processes: int, cores: float | None) -> float:

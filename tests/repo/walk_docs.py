@@ -118,6 +118,7 @@ TARGETS: Mapping[str, str] = {
     "bench-async-learning": "--steps 2 --bounds 1 --least 0",
     "bench-train-pass": "--quick",
     "bench-checkpoint": "--quick",
+    "bench-plan-time": "--quick",
     "watch-trait": "grpo.max_num_steps=2",
     "clean": "",
 }
