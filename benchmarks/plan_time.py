@@ -18,8 +18,9 @@ import json
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 # A script's own folder is on the path, its package is not.
@@ -46,7 +47,7 @@ from nemo_rl_tools.plan.time_constants import Measured, TimeConstants, constants
 from nemo_rl_tools.plan.time_model import estimate
 from nemo_rl_tools.plan.time_work import Workload
 
-__all__ = ["FILE", "RECIPES", "figures_of", "main"]
+__all__ = ["FILE", "FITTED", "HOLDS", "RECIPES", "figures_of", "main"]
 
 FILE = ROOT / "benchmarks" / "plan_time.json"
 DEMO, CHAIN_SUM = ROOT / "configs" / "grpo_sort_cpu.yaml", ROOT / "configs" / "recipes" / "grpo_chain_sum_cpu.yaml"
@@ -55,7 +56,7 @@ BOUND = 0.15
 SIZES: Mapping[str, tuple[int, int]] = {"wide": (256, 2), "medium": (192, 3)}
 """Recipe -> width and layers of its model, a starter of the sort task."""
 COMMON = (
-    *("grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false", "checkpointing.enabled=false"),
+    *("grpo.val_period=0", "grpo.val_at_start=false", "checkpointing.enabled=false"),
     *("logger.tensorboard_enabled=false", "logger.reward_curve=false", "logger.num_rollouts_to_log=64"),
 )
 
@@ -124,7 +125,7 @@ def fit(folder: Path, *, repeats: int, steps: int, cores: float) -> dict[str, ob
     return {
         "constants": constants.as_json(),
         "cores": cores,
-        "workloads": {name: asdict(each[0].workload) for name, each in runs.items()},
+        "workloads": {name: _as_counts(each[0].workload) for name, each in runs.items()},
         "raw_parts_s": {name: [dict(one.seconds) for one in each] for name, each in runs.items()},
         "raw_step_s": {name: [one.step_s for one in each] for name, each in runs.items()},
         "setting": {"repeats": repeats, "steps": steps},
@@ -141,11 +142,26 @@ def predictions(known: Mapping[str, object], constants: TimeConstants, *, cores:
     for name, recipe in RECIPES.items():
         config = load_config(recipe.file, (*COMMON, *recipe.overrides))
         setting = PlanSetting(config=config, model=Model(planned_model_config(config.policy.model_name)), gpu=None)
-        kept = workloads[recipe.rows_of]
-        rows = tuple((int(prompt), int(response)) for prompt, response in kept["rows"])
-        workload = Workload(rows=rows, trained_share=float(kept["trained_share"]))
+        workload = _of_counts(workloads[recipe.rows_of])
         found[name] = estimate(setting, constants, workload, cores=cores).step_s
     return found
+
+
+def _as_counts(workload: Workload) -> dict[str, object]:
+    """Return the rows as `prompt+response` -> number of rows of these lengths."""
+    counts = Counter(f"{prompt}+{response}" for prompt, response in workload.rows)
+    return {"rows": dict(sorted(counts.items())), "trained_share": workload.trained_share}
+
+
+def _of_counts(kept: Mapping[str, object]) -> Workload:
+    counts, share = kept["rows"], kept["trained_share"]
+    assert isinstance(counts, Mapping) and isinstance(share, float), "written by _as_counts"
+    rows = [
+        (int(prompt), int(response))
+        for lengths, count in counts.items()
+        for prompt, response in [lengths.split("+")] * int(count)
+    ]
+    return Workload(rows=tuple(rows), trained_share=share)
 
 
 def figures_of(predicted: Mapping[str, float], measured: Mapping[str, Sequence[float]]) -> dict[str, float]:
