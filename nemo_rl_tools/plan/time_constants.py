@@ -206,7 +206,7 @@ def _amounts(setting: PlanSetting, workload: Workload) -> dict[str, Mapping[str,
     count, engines = len(rows), setting.policy.generation.num_replicas
     return {
         "decode": decode_amounts(setting, rows),
-        "passes": pass_amounts(setting, [row for row in rows if row.is_trained]),
+        "passes": pass_amounts(setting, rows),
         "driver": {"driver_row_s": count, "driver_step_s": 1.0},
         "refit": {"refit_byte_s": refit_bytes(setting) * engines, "refit_s": 1.0},
     }

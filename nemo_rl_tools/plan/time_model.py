@@ -203,9 +203,8 @@ class StepSimulation(AsyncSimulation):
         """Yield name, seconds and processes of what the trainer does in a step, in order."""
         constants, setting = self.constants, self.setting
         yield "driver", constants.driver_step_s + constants.driver_row_s * len(rows), 1
-        trained = [row for row in rows if row.is_trained]
         for part in passes_of(setting):
-            amounts = pass_amounts(setting, trained, [part])
+            amounts = pass_amounts(setting, rows, [part])
             yield str(part), constants.seconds(amounts), setting.layout.world_size
         saving = setting.config.checkpointing
         if saving.enabled:

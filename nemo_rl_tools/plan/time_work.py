@@ -142,16 +142,22 @@ def pass_amounts(
 ) -> dict[str, float]:
     """Return the work of the busiest policy rank in these passes, by default all of a step.
 
+    Rows of groups that are not trained are left out where the run leaves them out.
+
     Raises:
         ConfigError: a row does not fit a microbatch, or rows do not divide.
     """
     found = dict.fromkeys(("train_flop_s", "token_layer_s", "microbatch_layer_s", "update_s"), 0.0)
-    if not rows:
+    layout, policy = setting.layout, setting.policy
+    size, drops_rows = policy.train_global_batch_size, policy.sequence_packing.is_on or policy.dynamic_batching.enabled
+    updates = [
+        [row for row in rows[start : start + size] if row.is_trained or not drops_rows]
+        for start in range(0, len(rows), size)
+        if any(row.is_trained for row in rows[start : start + size])
+    ]
+    lengths, sizes = [row.tokens for update in updates for row in update], [len(update) for update in updates]
+    if not lengths:
         return found
-    layout, policy, lengths = setting.layout, setting.policy, [row.tokens for row in rows]
-    # A step's rows in the order of its groups; those of groups that are left out make each update smaller.
-    size = max(1, round(policy.train_global_batch_size * len(rows) / _rows_per_step(setting)))
-    sizes = [min(size, len(rows) - start) for start in range(0, len(rows), size)]
     plan = plan_train(lengths, sizes, policy, layout=layout)
     layers = setting.model.flops_shape.num_layers / layout.pp
     for part in passes_of(setting) if passes is None else passes:
@@ -164,10 +170,6 @@ def pass_amounts(
         found["microbatch_layer_s"] += thirds * layers * len(used.microbatches[0])
         found["update_s"] += len(sizes) if is_training else 0
     return found
-
-
-def _rows_per_step(setting: PlanSetting) -> int:
-    return setting.config.grpo.num_prompts_per_step * setting.config.grpo.num_generations_per_prompt
 
 
 def _rank_work(

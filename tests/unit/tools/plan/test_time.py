@@ -68,6 +68,16 @@ def test_a_step_of_equal_rows_has_the_time_of_its_parts() -> None:
     assert found.step_s == pytest.approx(sum(found.stages.values())) and found.stages["driver"] == pytest.approx(0.05)
 
 
+def test_rows_that_are_not_trained_leave_their_own_update_and_stay_in_fixed_microbatches() -> None:
+    row = PlannedRow(prompt=17, response=8, is_trained=True)
+    rows = [replace(row, is_trained=number >= 64) for number in range(256)]
+    dynamic, fixed = setting_of(), setting_of("policy.dynamic_batching.enabled=false")
+    assert pass_amounts(dynamic, rows) == pass_amounts(dynamic, rows[64:])
+    assert pass_amounts(dynamic, rows)["update_s"] == 3
+    half = [replace(row, is_trained=number % 2 == 0) for number in range(256)]
+    assert pass_amounts(fixed, half) == pass_amounts(fixed, [row] * 256) != pass_amounts(dynamic, half)
+
+
 def test_rows_beyond_the_places_of_an_engine_wait_for_the_batch_before() -> None:
     setting = setting_of(*ALONE, "policy.generation.max_batch_size=64")
     rows = rows_of_step(setting, UNEQUAL)
