@@ -89,6 +89,7 @@ FITTED = tuple(name for name, recipe in RECIPES.items() if recipe.is_fitted)
 HOLDS: Mapping[str, Hold] = {
     **{f"{name}: |predicted / measured - 1|": Hold(most=BOUND) for name in RECIPES},
     "async / sync: |predicted / measured - 1|": Hold(most=BOUND),
+    "load before": Hold(most=2.5),
 }
 
 
@@ -116,7 +117,7 @@ def measure(names: Sequence[str], folder: Path, *, repeats: int, steps: int) -> 
 
 def fit(folder: Path, *, repeats: int, steps: int, cores: float) -> dict[str, object]:
     """Measure the fitted recipes and return what the file holds."""
-    before = load_average()
+    before, where = load_average(), environment()
     folders = measure(FITTED, folder, repeats=repeats, steps=steps)
     runs: dict[str, list[Measured]] = {
         name: [measured_run(each, cores=cores) for each in folders[name]] for name in FITTED
@@ -131,7 +132,7 @@ def fit(folder: Path, *, repeats: int, steps: int, cores: float) -> dict[str, ob
         "setting": {"repeats": repeats, "steps": steps},
         "load_before": before,
         "load_after": load_average(),
-        "environment": environment(),
+        "environment": where,
     }
 
 
@@ -164,13 +165,16 @@ def _of_counts(kept: Mapping[str, object]) -> Workload:
     return Workload(rows=tuple(rows), trained_share=share)
 
 
-def figures_of(predicted: Mapping[str, float], measured: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def figures_of(
+    predicted: Mapping[str, float], measured: Mapping[str, Sequence[float]], *, load: float
+) -> dict[str, float]:
     """Return the ratios of predicted to measured seconds, and how far they are from 1.
 
     Args:
         measured: seconds of a step of each run, in turns.
+        load: of the machine before the runs, over a minute.
     """
-    figures: dict[str, float] = {}
+    figures = {"load before": load}
     pairs = {name: (predicted[name], statistics.median(measured[name])) for name in RECIPES}
     pairs["async / sync"] = predicted["async"] / predicted["sort"], paired_ratio(measured["async"], measured["sort"])
     for name, (expected, found) in pairs.items():
@@ -199,17 +203,16 @@ def main(arguments: Sequence[str]) -> int:
         write_models()
         known = json.loads(given.constants.read_text())
         predicted = predictions(known, TimeConstants.read(given.constants), cores=given.cores)
-        before = load_average()
+        # The checked-out commit may be another one when the runs are over.
+        before, where = load_average(), environment()
         folders = measure(tuple(RECIPES), folder, repeats=repeats, steps=steps)
         measured = {name: [measured_step_s(each) for each in of_name] for name, of_name in folders.items()}
-    figures = figures_of(predicted, measured)
+    figures = figures_of(predicted, measured, load=before[0])
     Console().print(figures_table(figures, HOLDS))
     if given.json is not None:
         record = {"figures": figures, "predicted_s": predicted, "raw_step_s": measured, "load_before": before}
         setting = {"repeats": repeats, "steps": steps, "cores": given.cores}
-        write_json(
-            given.json, {**record, "setting": setting, "load_after": load_average(), "environment": environment()}
-        )
+        write_json(given.json, {**record, "setting": setting, "load_after": load_average(), "environment": where})
     problems = check_figures(figures, HOLDS)
     for line in problems:
         Console().print(line)

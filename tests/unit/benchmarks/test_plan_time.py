@@ -16,12 +16,12 @@ MEASURED = {name: [seconds * 0.9, seconds, seconds * 9] for name, seconds in PRE
 
 
 def test_figures_compare_medians_and_runs_of_the_same_turn() -> None:
-    figures = figures_of(PREDICTED, MEASURED)
+    figures = figures_of(PREDICTED, MEASURED, load=1.0)
     assert figures["medium: measured"] == pytest.approx(5.0)
     # Slow turns slow both.
     assert figures["async / sync: measured"] == pytest.approx(0.75)
     assert check_figures(figures, HOLDS) == []
-    [problem] = check_figures(figures_of(PREDICTED | {"wide": 3.6}, MEASURED), HOLDS)
+    [problem] = check_figures(figures_of(PREDICTED | {"wide": 3.6}, MEASURED, load=1.0), HOLDS)
     assert problem.startswith("wide: |predicted / measured - 1|: expected <= 0.15, got 0.2")
 
 
