@@ -211,7 +211,12 @@ def config_after_loss(config: MasterConfig, lost: NodeLost, *, report: Callable[
         NodeLost: again, where it cannot go on.
     """
     spare, saving = config.cluster.spare_nodes, config.checkpointing
-    checkpoints = build_checkpoints(saving, folder=config.checkpoint_dir, metric_name=config.checkpoint_metric)
+    checkpoints = build_checkpoints(
+        saving,
+        log_dir=config.logger.log_dir,
+        metric_name=config.checkpoint_metric,
+        timeout_s=config.cluster.stage_timeout_s,
+    )
     last = None if checkpoints is None else checkpoints.latest()
     if interrupt.received():
         raise lost
