@@ -19,7 +19,9 @@ def recipe(folder: Path, *, spare: int = 2, steps: tuple[int, ...] = (2, 4)) -> 
     """Return a recipe of two nodes and spare ones, with checkpoints of these steps in its folder."""
     path = write_recipe(folder, folder / "model", checkpointing={"enabled": True, "metric_name": "train:reward"})
     config = load_recipe(path, {**NODES, "cluster.spare_nodes": str(spare), "logger.overwrite": "true"})
-    saved = build_checkpoints(config.checkpointing, folder=config.checkpoint_dir, metric_name="train:reward")
+    saved = build_checkpoints(
+        config.checkpointing, log_dir=config.logger.log_dir, metric_name="train:reward", timeout_s=60
+    )
     assert saved is not None
     for step in steps:
         saved.save(step, write=_write_policy, state={"sampler": {}})
