@@ -79,7 +79,7 @@ def test_a_number_outside_of_three_standard_deviations_is_marked(tmp_path: Path,
         {"train/reward": 0.5 + 0.01 * (step % 2), "train/grad_norm": 1 + 0.1 * (step % 3), "rollout/engines": 2.0}
         for step in range(1, 13)
     ]
-    steps[11] |= {"train/grad_norm": 9.0, "rollout/engines": 1.0}
+    steps[11] |= {"train/grad_norm": 1.6, "rollout/engines": 1.0}
     text = "".join(f"{json.dumps({'step': at, **row})}\n" for at, row in enumerate(steps, start=1))
     (tmp_path / "metrics.jsonl").write_text(text)
     shown = run(capsys, "inspect", tmp_path, "step", 12)[1].splitlines()

@@ -20,10 +20,15 @@ def heads(total: int, count: int) -> torch.Tensor:
     return torch.randn(1, count, total, 8, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
 
 
+VALUE_DIMS = (8, 6)
+"""Dims of a value's head: that of the keys, which one operation serves, and another one, which calls of torch do."""
+
+
+@pytest.mark.parametrize("value_dim", VALUE_DIMS)
 @pytest.mark.parametrize("lengths", [LENGTHS, AGAIN, (15,)])
-def test_each_sequence_is_attended_by_itself(lengths: tuple[int, ...]) -> None:
+def test_each_sequence_is_attended_by_itself(lengths: tuple[int, ...], value_dim: int) -> None:
     total = sum(lengths)
-    query, key, value = heads(total, 4), heads(total, 2), heads(total, 2) + 1
+    query, key, value = heads(total, 4), heads(total, 2), heads(total, 2)[..., :value_dim] + 1
     found, _ = varlen_attention(MODULE, query, key, value, None, scaling=0.5, segments=Segments(lengths=lengths))
     parts = []
     for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True):
@@ -111,9 +116,10 @@ def test_gradients_of_the_operation_are_those_of_its_formula(pattern: Pattern | 
     )
 
 
+@pytest.mark.parametrize("value_dim", VALUE_DIMS)
 @pytest.mark.parametrize("window", [1, 3, 20])
-def test_a_window_hides_what_is_further_back(window: int) -> None:
-    query, key, value = heads(9, 4), heads(9, 4) * 2, heads(9, 4) + 1
+def test_a_window_hides_what_is_further_back(window: int, value_dim: int) -> None:
+    query, key, value = heads(9, 4), heads(9, 4) * 2, heads(9, 4)[..., :value_dim] + 1
     found, _ = varlen_attention(
         MODULE, query, key, value, Pattern(window=window), scaling=1.0, segments=Segments(lengths=(2, 7))
     )
@@ -125,9 +131,10 @@ def test_a_window_hides_what_is_further_back(window: int) -> None:
             torch.testing.assert_close(found[:, place], expected)
 
 
+@pytest.mark.parametrize("value_dim", VALUE_DIMS)
 @pytest.mark.parametrize("chunk", [1, 3, 20])
-def test_a_chunk_hides_what_is_in_an_earlier_one(chunk: int) -> None:
-    query, key, value = heads(9, 4), heads(9, 4) * 2, heads(9, 4) + 1
+def test_a_chunk_hides_what_is_in_an_earlier_one(chunk: int, value_dim: int) -> None:
+    query, key, value = heads(9, 4), heads(9, 4) * 2, heads(9, 4)[..., :value_dim] + 1
     pattern = Pattern(window=chunk, is_chunked=True)
     found, _ = varlen_attention(MODULE, query, key, value, pattern, scaling=1.0, segments=Segments(lengths=(2, 7)))
     for start, stop in ((0, 2), (2, 9)):
