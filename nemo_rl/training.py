@@ -48,6 +48,8 @@ INPUTS = ("input", "prompt", "messages", "question", "problem")
 """Columns of a prompt, the first that a row has."""
 OUTPUTS = ("output", "answer", "solution", "ground_truth", "target")
 """Columns of a gold answer, the first that a row has; rows need none."""
+SPLITS = frozenset({"train", "test", "validation", "val", "dev", "eval"})
+"""Names of parts of a dataset, which are not trained on side by side."""
 OF_PROMPTS = ("system_prompt", "prompt_template", "apply_chat_template")
 """Keys of training prompts that hold for held-out ones, too."""
 _GPU_DRIVER = Path("/dev/nvidiactl")
@@ -56,7 +58,7 @@ _OF_SESSION, _NONE = "nemo_rl.training:train", "nemo_rl.training:no_reward"
 
 def train(
     model: str | Path,
-    prompts: Prompts,
+    prompts: Prompts | Mapping[str, Prompts],
     reward: Reward | None = None,
     *,
     held_out: Prompts | None = None,
@@ -74,7 +76,8 @@ def train(
     Args:
         model: folder of a Hugging Face causal language model, or a name on the hub.
         prompts: rows with a prompt and, where the reward compares with it, a gold answer. The columns are the first of
-            `INPUTS` and `OUTPUTS` that the first row has, or those of `data.train.input_key` and `output_key`.
+            `INPUTS` and `OUTPUTS` that the first row has, or those of `data.train.input_key` and `output_key`. Several
+            sources by name; `data.train.NAME.weight` in `settings` is the share of one.
         reward: our form `(prompt, response, answer) -> float`, or TRL's `(completions, **columns) -> list`. None: the
             settings name one (`env.name`).
         held_out: rows that are validated on.
@@ -106,7 +109,12 @@ def train(
     if twice := sorted(own & given.keys()):
         raise ConfigError([f"{CALLED}: {key}: is given twice, by its own argument and in settings" for key in twice])
     keys, code = {**short, **given}, None
-    rows = _Rows(prompts, "data.train", keys, file=out / "prompts" / "train.jsonl")
+    sources = [
+        _Rows(
+            own, f"data.train.{source}" if source else "data.train", keys, file=out / "prompts" / f"train{source}.jsonl"
+        )
+        for source, own in _sources(prompts).items()
+    ]
     held, of_held = None, {}
     if held_out is not None:
         held = _Rows(held_out, "data.validation", keys, file=out / "prompts" / "held_out.jsonl")
@@ -114,13 +122,13 @@ def train(
     elif not any(key.startswith("data.validation") for key in keys):
         of_held = {"data.validation": None}
     if reward is not None:
-        code, of_reward = _rewarding(reward, rows, keys)
+        code, of_reward = _rewarding(reward, sources, keys)
         keys = {**of_reward, **keys}
-    keys = {**_defaults(keys), **rows.keys, **of_held, **keys}
+    of_rows = {key: value for rows in sources for key, value in rows.keys.items()}
+    keys = {**_defaults(keys), **of_rows, **of_held, **keys}
     config = _config(keys, code)
-    rows.write()
-    if held is not None:
-        held.write()
+    for rows in (*sources, *([] if held is None else [held])):
+        rows.write()
     console = make_console()
     for line in adapter_warnings(config.policy):
         console.print(f"warning: {line}", style="yellow", soft_wrap=True)
@@ -305,8 +313,24 @@ def _rows_per_step(keys: Mapping[str, object]) -> object:
     return counts[0] * counts[1] if all(isinstance(count, int) for count in counts) else 1  # type: ignore[operator]
 
 
-def _rewarding(reward: Reward, rows: _Rows, keys: Mapping[str, object]) -> tuple[RewardCode, dict[str, object]]:
+def _sources(prompts: Prompts | Mapping[str, Prompts]) -> Mapping[str, Prompts]:
+    """Return the sources of training prompts by name; the only one under an empty name."""
+    if not isinstance(prompts, Mapping):
+        return {"": prompts}
+    splits = sorted(SPLITS & prompts.keys())
+    if splits or not prompts:
+        got = f"splits {', '.join(splits)}" if splits else "none"
+        raise DatasetError(
+            f"{CALLED}: prompts: expected sources by name, got {got}; give one split, as dataset['train']"
+        )
+    return prompts
+
+
+def _rewarding(
+    reward: Reward, sources: Sequence[_Rows], keys: Mapping[str, object]
+) -> tuple[RewardCode, dict[str, object]]:
     """Return the code of the reward, and the keys that say how it is called."""
+    rows = sources[0]
     functions = [reward] if callable(reward) else list(reward)
     named = with_names(functions)
     has_lists = any([takes_lists(function) for function in functions])
@@ -317,6 +341,12 @@ def _rewarding(reward: Reward, rows: _Rows, keys: Mapping[str, object]) -> tuple
         weights = reward.values() if isinstance(reward, Mapping) else [1.0] * len(functions)
         found["env.reward_weights"] = dict(zip(named, weights, strict=True))
     is_chat = isinstance(rows.first.get(rows.input_key), list)
+    columns = {(each.output_key, isinstance(each.first.get(each.input_key), list)) for each in sources}
+    if len(columns) > 1:
+        raise DatasetError(
+            f"{CALLED}: prompts: expected one column of answers, and texts or messages, in all sources, for a reward "
+            f"in TRL's form or of several functions; got {sorted(columns)}"
+        )
     scorer = SessionReward(functions=named, by_name=not callable(reward), answer_key=rows.output_key, is_chat=is_chat)
     found["env.reward_batch_size"] = _rows_per_step(keys) if has_lists else 1
     return reward_code(scorer, functions), found

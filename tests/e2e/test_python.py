@@ -123,11 +123,13 @@ def test_functions_of_both_forms_are_parts_of_a_reward(model: Path) -> None:
         return 1.0 + level
 
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": "1", "level": 2} for row in ROWS]
-    run = nemo_rl.train(model, rows, {in_lists: 0.5, by_row: 2.0}, **SHORT, settings=SETTINGS, name="parts")
+    sources, settings = {"few": rows[:2], "more": rows[2:]}, {**SETTINGS, "data.train.more.weight": 3}
+    run = nemo_rl.train(model, sources, {in_lists: 0.5, by_row: 2.0}, **SHORT, settings=settings, name="parts")
     row = run.metrics[0]
+    assert (row["train/source/few/rows"], row["train/source/more/rows"]) == (4, 12)
     assert (row["train/reward/in_lists"], row["train/reward/by_row"]) == (0.5, 3.0)
     assert row["train/reward"] == pytest.approx(0.5 * 0.5 + 2.0 * 3.0)
-    assert seen.read_text() == "sort 1201 1 ['level']" or seen.read_text().endswith(" 1 ['level']")
+    assert seen.read_text().endswith(" 1 ['level']")
     assert run.folder.parent == Path("results") and run.folder.name.startswith("parts-")
 
 
@@ -157,6 +159,10 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(model: Path) -
         trains(max_num_steps="two")
     with pytest.raises(DatasetError, match="expected rows that are dictionaries, got none"):
         trains(prompts=[])
+    with pytest.raises(DatasetError, match="expected sources by name, got splits test, train; give one split"):
+        trains(prompts={"train": ROWS, "test": ROWS})
+    with pytest.raises(DatasetError, match="expected one column of answers"):
+        trains(lambda completions, **_: [0.0], prompts={"a": ROWS, "b": [{"prompt": "a", "output": "b"}]})
     with pytest.raises(UserError, match="nothing.jsonl"):
         trains(prompts="nothing.jsonl")
     assert list(Path().rglob("metrics.jsonl")) == []

@@ -17,7 +17,10 @@ PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "1000000": (("1,000,000", r"\boxed{1000000}"), ("100,000",)),
     r"\$18": ((r"\boxed{18}", r"\boxed{\$18}", "$18"), (r"\boxed{81}", "$17")),
     "5 cm": ((r"\boxed{5}", r"\boxed{5 \text{ cm}}"), (r"\boxed{50}", "6 cm")),
-    "She sells 72, of which 48 in April, so 24 in May.\n#### 72": (("72", r"\boxed{72}"), ("48", r"\boxed{24}", "no idea")),
+    "She sells 72, of which 48 in April, so 24 in May.\n#### 72": (
+        ("72", r"\boxed{72}"),
+        ("48", r"\boxed{24}", "no idea"),
+    ),
     # Fractions and decimals.
     r"\frac{1}{2}": (("0.5", "1/2", r"\boxed{\frac{2}{4}}"), ("2", r"\boxed{\frac{2}{1}}", "1.2")),
     "1/3": ((r"\boxed{\frac{1}{3}}", r"\boxed{\frac{2}{6}}"), ("3", "1")),
