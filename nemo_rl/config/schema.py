@@ -7,12 +7,13 @@ import this module: what is decided by several of them is a property here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import Field
 
 from nemo_rl.config.base import AUTO, Section
-from nemo_rl.config.data import DataConfig
+from nemo_rl.config.data import DataConfig, DatasetConfig
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.distillation import teacher_policy
 from nemo_rl.config.env import EnvConfig, ExperienceConfig
@@ -61,14 +62,22 @@ class MasterConfig(Section):
     def envs(self) -> dict[str, EnvConfig]:
         """Return the environments that score rows by the dotted paths of their sections, with `env` where a section of
         `data` has none of its own."""
-        sections = self.data.sections
+        return self._envs_of(self.data.sections)
+
+    @property
+    def measuring_envs(self) -> dict[str, EnvConfig]:
+        """Return those of `envs` that score held-out rows; all where there are none."""
+        held_out = {self.data.held_out_key(name): section for name, section in self.data.held_out.items()}
+        return self._envs_of(held_out or self.data.sections)
+
+    def _envs_of(self, sections: Mapping[str, DatasetConfig]) -> dict[str, EnvConfig]:
         own = {f"{where}.env": section.env for where, section in sections.items() if section.env is not None}
         return own if len(own) == len(sections) else {"env": self.env, **own}
 
     @property
     def is_accuracy(self) -> bool:
-        """Return whether every reward is 1 for right or 0 for wrong, so that a mean is an accuracy."""
-        return all(env.is_accuracy for env in self.envs.values())
+        """Return whether every reward that is measured is 1 for right or 0 for wrong, so that a mean is an accuracy."""
+        return all(env.is_accuracy for env in self.measuring_envs.values())
 
     @property
     def measure(self) -> str:

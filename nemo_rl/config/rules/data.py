@@ -239,7 +239,9 @@ def _scorer_lines(env: EnvConfig, path: str) -> Iterator[str]:
 
 
 def rule_accuracy_needs_binary_rewards(config: MasterConfig) -> Iterator[str]:
-    path, env = next(((path, env) for path, env in config.envs.items() if not env.is_accuracy), ("", config.env))
+    path, env = next(
+        ((path, env) for path, env in config.measuring_envs.items() if not env.is_accuracy), ("", config.env)
+    )
     if not path:
         return
     graded = f"{path}.name {env.name!r} gives graded rewards"

@@ -70,6 +70,7 @@ def test_one_environment_is_what_it_was() -> None:
 def test_the_environments_of_a_recipe_are_those_that_score() -> None:
     own = "data.train.a={dataset_name: sort_digits, size: 50, env: {name: custom, reward_function: 'm:f'}}"
     both = load_config("configs/grpo_sort_cpu.yaml", [own, "data.train.b={dataset_name: sort_digits, size: 9}"])
-    assert list(both.envs) == ["env", "data.train.a.env"] and not both.is_accuracy
+    assert list(both.envs) == ["env", "data.train.a.env"] and list(both.measuring_envs) == ["env"]
+    assert both.is_accuracy, "held-out rows are right or wrong"
     alone = load_config("configs/grpo_sort_cpu.yaml", ["data.train.env={name: custom, reward_function: 'm:f'}"])
     assert list(alone.envs) == ["env", "data.train.env"], "validation keeps the reward of the recipe"
