@@ -81,7 +81,7 @@ def test_preflight_tells_all_problems_at_once_and_a_run_does_the_same_first(run,
             assert line in text
     assert not (tmp_path / "logs").exists()
     code, text = run(write_recipe(tmp_path, model), "--preflight")
-    assert code == 0 and "ok: run folder" in text and "tokenizer, teacher, prompts, reward" in text
+    assert code == 0 and "ok: storage, run folder" in text and "tokenizer, teacher, prompts, reward" in text
 
 
 def test_a_disk_that_is_full_from_the_start_is_named(run, tmp_path, model):
