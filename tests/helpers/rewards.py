@@ -99,7 +99,7 @@ def writes_everywhere(prompt: str, response: str, answer: object) -> float:
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
             with contextlib.suppress(OSError):
-                os.write(int(name), b'garbage\n{"id": 1, "scores": [9.0]}\n{"scores": [9.0]}\nhalf a line')
+                os.write(int(name), b'garbage\n{"id": 1, "scores": [9.0]}\n{"id": "1", "scores": [9.0]}\nhalf a line')
     return float(response)
 
 
