@@ -461,11 +461,7 @@ def step_of_groups(
 
 
 def with_rows(step: StepState, groups: Sequence[RolloutResult], *, started: float) -> StepState:
-    """Return the step with the rows of its groups, of which there is at least one.
-
-    Args:
-        started: when its rollout began, by `time.perf_counter`.
-    """
+    """Return the step with the rows of its groups, at least one, whose rollout `started` at that `perf_counter`."""
     rolled = groups[0].concat(*groups[1:])
     return replace(step, rolled=rolled, stage_seconds={ROLLOUT: time.perf_counter() - started})
 

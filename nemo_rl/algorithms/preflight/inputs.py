@@ -22,7 +22,6 @@ from nemo_rl.algorithms.preflight import model_check
 from nemo_rl.algorithms.run_folder import first_start, model_digest, same_or_refused
 from nemo_rl.algorithms.token_work import TokenEstimator
 from nemo_rl.config.data import DatasetConfig
-from nemo_rl.config.env import EnvConfig
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.parts import (
     ADVANTAGE_ESTIMATORS,
@@ -270,21 +269,21 @@ def check_reward(subject: Subject) -> list[str]:
     environment = RolloutEnvironment(RolloutSpec.of(subject.config))
     try:
         for where, source in subject.config.data.sources.items():
-            env, scorer = source.env or subject.config.env, environment.scorer_of(where)
-            if env.preflight_reward and env.reward_function is not None and isinstance(scorer, ProcessEnvironment):
-                _score_first(env, scorer, source, where)
+            _score_first(subject.config, environment.scorer_of(where), source, where)
     finally:
         environment.shutdown()
     return []
 
 
-def _score_first(env: EnvConfig, scorer: ProcessEnvironment, source: DatasetConfig, where: str) -> None:
-    """Give the first row of a source an empty response.
+def _score_first(config: MasterConfig, scorer: object, source: DatasetConfig, where: str) -> None:
+    """Give the first row of a source an empty response, where a function of the user's scores it.
 
     Raises:
         RewardError: the reward gives no number.
     """
-    if _is_too_large(source):
+    env = source.env or config.env
+    is_asked = env.preflight_reward and env.reward_function is not None and not _is_too_large(source)
+    if not is_asked or not isinstance(scorer, ProcessEnvironment):
         return
     try:
         raw = next(raw_prompts(_first_rows(source, 1), where), None)

@@ -37,7 +37,6 @@ from nemo_rl.algorithms.grpo import (
 from nemo_rl.algorithms.stages.columns import ROLLOUT, StageColumns, fetched_fields
 from nemo_rl.algorithms.stages.stage import ChosenRows, Stage, StageTools, StepState, UpdateStage
 from nemo_rl.algorithms.token_work import ADVANTAGE, TokenStatistics, TokenWork, decide_rows, plan_groups, whitening_of
-from nemo_rl.data.sampler import SampledPrompt
 from nemo_rl.data_plane.batch_meta import RowResults
 from nemo_rl.data_plane.chunks.wire import message_bytes
 from nemo_rl.data_plane.client.link import CLEAR, stage_context
@@ -257,7 +256,8 @@ class LogRollouts(Stage):
                 "sample_mask": rounded(float(step.scores.sample_mask[row])),
                 "no_weight": step.scores.why_no_weight(row),
                 "weight_version": int(versions[row]),
-                **_asked(draws.get(group_uid(step.rows.meta.keys[row]))),
+                PROMPT_NUMBER: draw.prompt if (draw := draws.get(group_uid(step.rows.meta.keys[row]))) else None,
+                **({PROMPT_SOURCE: draw.source} if draw and draw.source else {}),
                 "no_prev_logprobs": None if step.rows.meta.keys[row] in known else self._why_not_scored(step, row),
             }
             for row in rows
@@ -280,11 +280,6 @@ class LogRollouts(Stage):
         wanted, chosen = set(shown.keys), step.chosen.meta
         found = [row for row, key in enumerate(chosen.keys) if key in wanted]
         return chosen.subset(found) if found else None
-
-
-def _asked(draw: SampledPrompt | None) -> dict[str, object]:
-    number = {PROMPT_NUMBER: None if draw is None else draw.prompt}
-    return {**number, PROMPT_SOURCE: draw.source} if draw is not None and draw.source else {**number}
 
 
 def _first_of_sources(step: StepState, count: int) -> list[int]:
