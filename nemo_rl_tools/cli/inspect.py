@@ -42,7 +42,7 @@ from nemo_rl_tools.tracer.store import stream_files
 __all__ = ["app"]
 
 GROUPS = {
-    "rewards": ("train/reward", "val/"),
+    "rewards": ("train/reward", "train/source/", "val/"),
     "rollout": ("rollout/",),
     "rollout against trainer": ("train/gen_", "train/js_", "train/token_mult", "train/logprob_error", "r3/"),
     "update": ("train/",),

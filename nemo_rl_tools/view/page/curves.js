@@ -10,7 +10,7 @@ const LEARNED = [
   ["Entropy", /^train\/approx_entropy$/],
   ["Gradient norm", /^train\/grad_norm$/],
 ];
-const REST = [/^train\/reward\//, /^val\//, /^train\/loss$/, /^train\//, /^rollout\//, /./];
+const REST = [/^train\/(reward\/|source\/[^/]+\/reward$)/, /^val\//, /^train\/loss$/, /^train\//, /^rollout\//, /./];
 const VIEWS = [
   ["Learning", new RegExp([...LEARNED.map(([, pattern]) => pattern), REST[0]].map(({ source }) => source).join("|"))],
   ["Loss", /^train\/(loss|.*_loss|grad_norm|policy_kl|reference_kl|kl_penalty|approx_entropy|clip|learning_rate|probs_ratio)/],
