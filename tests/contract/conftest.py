@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -73,9 +73,13 @@ POOL = Pool()
 
 
 def _children() -> set[int]:
-    return {
-        process.pid for process in psutil.Process().children(recursive=True) if process.status() != psutil.STATUS_ZOMBIE
-    }
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        # One may end between the list and the look.
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
+    return found
 
 
 def _plane_of(item: pytest.Item) -> tuple[str, Mode] | None:
