@@ -127,6 +127,8 @@ def _main(
         if gpu_per_rank:
             torch.cuda.set_device(device)
         init_process_group(spec, device=device, timeout_s=COLLECTIVE_TIMEOUT_S)
+        # Some jobs leave this group at once, which would end the start of a rank that still connects.
+        dist.barrier()
         value = target(rank, *args)
         if dist.is_initialized():
             dist.barrier()
