@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,8 +30,10 @@ from nemo_rl.algorithms.batches import (
     RolloutParts,
     group_request,
     is_informative,
+    note_group,
     step_of_groups,
     too_few_groups,
+    with_metrics,
 )
 from nemo_rl.algorithms.scheduled_batches import GROUPS, ScheduleFile, keep_groups, restore_groups
 from nemo_rl.algorithms.stages.columns import PARTITION, TRAIN_TASK
@@ -144,11 +146,14 @@ class AsyncBatches(BatchSource):
             chosen = [self._ready.pop(name) for name in selection.names]
             self._taken[number] = selection.names
             self._filtered = Mean(0.0, 0.0)
-            metrics = self._metrics()
+            if self._parts.sampler.notes_groups:
+                for running, result in chosen:
+                    note_group(self._parts.sampler, running.ticket.draw, result)
+            metrics = {**self._metrics(), **self._parts.sampler.metrics()}
         groups = [result for _, result in chosen]
         self._claim([running.uid for running, _ in chosen], num_rows=sum(len(group.meta) for group in groups))
         done = step_of_groups(number, [running.ticket.draw for running, _ in chosen], groups, started=started)
-        return replace(done, rolled=replace(done.rows, metrics={**done.rows.metrics, **metrics}))
+        return with_metrics(done, metrics)
 
     def updated(self, version: int, *, weights: str | None) -> None:
         if not self._thread.is_alive() and not self._is_closed:
@@ -388,6 +393,8 @@ class AsyncBatches(BatchSource):
             new = self._parts.sampler.next(count - len(drawn))
             drawn += [draw for draw in new if draw.ordinal not in self._skipped]
             self._skipped.difference_update(draw.ordinal for draw in new)
+        if self._record is not None and self._parts.sampler.notes_groups:
+            self._record.draws(drawn)
         return drawn
 
     def _register(self, tickets: Sequence[Ticket]) -> None:
@@ -454,6 +461,8 @@ class AsyncBatches(BatchSource):
                 if not is_kept:
                     self._schedule.filtered(name)
                     reward = float(result.sample_stats.rewards.mean())
+                    if self._parts.sampler.notes_groups:
+                        note_group(self._parts.sampler, running.ticket.draw, result)
                     self._filtered = self._filtered.merge(Mean(reward, 1.0))
                 elif self._schedule.ended(name, oldest_version=int(result.weight_versions.min())):
                     self._ready[name] = running, result

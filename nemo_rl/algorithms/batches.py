@@ -41,7 +41,9 @@ __all__ = [
     "SyncBatches",
     "group_request",
     "is_informative",
+    "note_group",
     "step_of_groups",
+    "with_metrics",
 ]
 
 DROPPED = "not trained: equal rewards in its group (grpo.use_dynamic_sampling)"
@@ -185,7 +187,7 @@ class SyncBatches(BatchSource):
         with cleared_after_error(self._parts.client, step.partition, step.keys):
             groups = self._sample(step)
         self.unfinished = None
-        return with_rows(step, groups, started=started)
+        return with_metrics(with_rows(step, groups, started=started), self._parts.sampler.metrics())
 
     @property
     def is_exhausted(self) -> bool:
@@ -234,7 +236,11 @@ class SyncBatches(BatchSource):
             for uid, draw in zip(step.uids, step.drawn, strict=True)
         ]
         pending = self._parts.rollout.submit_groups(requests, version=step.weight_version, partition_id=step.partition)
-        return [group.result() for group in pending]
+        groups = [group.result() for group in pending]
+        if self._parts.sampler.notes_groups:
+            for draw, group in zip(step.drawn, groups, strict=True):
+                note_group(self._parts.sampler, draw, group)
+        return groups
 
 
 class DynamicBatches(SyncBatches):
@@ -273,7 +279,7 @@ class DynamicBatches(SyncBatches):
         uids = tuple(group.group_uids[0] for group in chosen)
         step = replace(step, drawn=tuple(draws), uids=uids, keys=keys, weight_version=None)
         done = with_rows(step, chosen, started=started)
-        metrics = rounds.metrics(carried=self.num_waiting_rows)
+        metrics = {**rounds.metrics(carried=self.num_waiting_rows), **self._parts.sampler.metrics()}
         return replace(done, rolled=replace(done.rows, metrics=metrics))
 
     @property
@@ -464,6 +470,18 @@ def with_rows(step: StepState, groups: Sequence[RolloutResult], *, started: floa
     """Return the step with the rows of its groups, at least one, whose rollout `started` at that `perf_counter`."""
     rolled = groups[0].concat(*groups[1:])
     return replace(step, rolled=rolled, stage_seconds={ROLLOUT: time.perf_counter() - started})
+
+
+def with_metrics(step: StepState, metrics: Mapping[str, Reduction]) -> StepState:
+    """Return the step with further metrics of its rollout, `rollout/...` in what a run logs."""
+    return replace(step, rolled=replace(step.rows, metrics={**step.rows.metrics, **metrics})) if metrics else step
+
+
+def note_group(stream: PromptStream, draw: SampledPrompt, group: RolloutResult) -> None:
+    """Tell the stream the rewards of a group, one for each conversation that was scored."""
+    counted = counted_rows(group.sample_stats, group.group_uids)
+    is_scored = slice(None) if counted.conversations is None else ~counted.conversations.is_void
+    stream.note(draw, counted.rewards[is_scored].tolist())
 
 
 def _section(state: Mapping[str, object], name: str) -> Mapping[str, object]:

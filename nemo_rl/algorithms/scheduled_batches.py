@@ -142,7 +142,8 @@ class ScheduledBatches(BatchSource):
     def _submit(self, engine: int, names: Sequence[str]) -> None:
         if not names:
             return
-        draws = [self._parts.sampler.draw(int(name.split(".")[0])) for name in names]
+        ordinals = [int(name.split(".")[0]) for name in names]
+        draws = [self._schedule.draws.get(ordinal) or self._parts.sampler.draw(ordinal) for ordinal in ordinals]
         uids = new_group_ids(len(names))
         requests = [
             group_request(draw, uid, seed=self._parts.config.seed, name=name)
@@ -175,6 +176,11 @@ class ScheduleFile:
         """Append the names of the groups that a step has trained, in its order of rows."""
         self._write({"event": "step", "step": number, "groups": list(groups)})
 
+    def draws(self, drawn: Sequence[SampledPrompt]) -> None:
+        """Append prompts that depend on what was sampled before."""
+        if drawn:
+            self._write({"event": "draws", "draws": [[each.ordinal, each.prompt, each.source] for each in drawn]})
+
     def weights(self, version: int, digest: str) -> None:
         self._write({"event": "weights", "version": version, "digest": digest})
 
@@ -196,6 +202,8 @@ class RunSchedule:
     """Step -> names of its groups."""
     weights: dict[int, str] = field(default_factory=dict)
     """Version -> digest of the weights."""
+    draws: dict[int, SampledPrompt] = field(default_factory=dict)
+    """Ordinal -> its draw, where that is no function of the ordinal alone."""
 
 
 def read_schedule(log_dir: Path, *, start: int) -> RunSchedule:
@@ -241,6 +249,12 @@ def _add(schedule: RunSchedule, event: str, line: Mapping[str, object]) -> None:
         groups = line["groups"]
         assert isinstance(groups, list), "groups are a list"
         schedule.steps[int(str(line["step"]))] = tuple(map(str, groups))
+    elif event == "draws":
+        draws = line["draws"]
+        assert isinstance(draws, list), "draws are a list"
+        schedule.draws |= {
+            int(ordinal): SampledPrompt(int(ordinal), int(prompt), str(source)) for ordinal, prompt, source in draws
+        }
     elif event == "weights":
         schedule.weights[int(str(line["version"]))] = str(line["digest"])
     else:

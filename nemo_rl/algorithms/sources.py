@@ -104,9 +104,20 @@ def _sampler(config: GRPOConfig, data: DataConfig, info: RolloutInfo) -> PromptS
             data.max_input_seq_length,
             "; ".join(info.skipped),
         )
+    stream = _candidates(config, data, info.num_train_prompts)
+    if not data.curriculum.is_on:
+        return stream
+    # Imported where a recipe asks for it.
+    from nemo_rl.data.curriculum import CurriculumStream  # noqa: PLC0415
+
+    sources = dict(zip(data.train.named or ("",), info.num_train_prompts, strict=True))
+    return CurriculumStream(stream, data.curriculum, sources, seed=config.seed)
+
+
+def _candidates(config: GRPOConfig, data: DataConfig, sizes: Sequence[int]) -> PromptStream:
     if data.train.named:
-        return _mixture(config, data, info.num_train_prompts)
-    [num_prompts] = info.num_train_prompts
+        return _mixture(config, data, sizes)
+    [num_prompts] = sizes
     if num_prompts < config.prompts_at_once:
         raise DatasetError(too_few_prompts(config, num_prompts))
     return PromptSampler(num_prompts, seed=config.seed, shuffle=data.shuffle, max_num_epochs=config.max_num_epochs)

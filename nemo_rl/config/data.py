@@ -10,18 +10,23 @@ from pydantic_core import PydanticCustomError
 
 from nemo_rl.config.base import FilePath, Options, Section, Text
 from nemo_rl.config.env import EnvConfig
-from nemo_rl.config.parts import DATASETS
+from nemo_rl.config.parts import CURRICULUM_RULES, DATASETS
 
 __all__ = [
     "DATASETS_WITH_IMAGES",
     "MAIN_SET",
     "SHARED_KEYS",
+    "AgainConfig",
+    "CurriculumConfig",
     "DataConfig",
     "DatasetConfig",
     "ExtraColumn",
+    "GateConfig",
     "MixtureConfig",
     "SourceConfig",
     "TrainConfig",
+    "VarianceConfig",
+    "WindowConfig",
 ]
 
 
@@ -167,6 +172,73 @@ class MixtureConfig(Section):
     often, a large temperature draws from each source equally often."""
 
 
+Rate = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class WindowConfig(Section):
+    """Prompts are drawn while they are neither too easy nor too hard."""
+
+    least: Rate = 0.1
+    """Prompts of a lower pass rate are hard."""
+    most: Rate = 0.9
+    """Prompts of a higher pass rate are easy."""
+    hard: Rate = 0.3
+    """Chance that a hard prompt is drawn when its turn comes; above 0, since it may be solved later."""
+    easy: Rate = 0.1
+    """Chance that an easy prompt is drawn when its turn comes."""
+
+
+class VarianceConfig(Section):
+    """Prompts are drawn in proportion to `4 p (1 - p)`, with p their pass rate."""
+
+    least: Rate = 0.1
+    """Least chance of a prompt, also of one that always or never passes."""
+
+
+class AgainConfig(Section):
+    """Hard prompts are drawn again before their next turn."""
+
+    share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.25
+    """Share of the draws that are taken from prompts below, as long as there are any."""
+    below: Rate = 0.5
+    """A prompt whose pass rate is lower after a group of it waits for another draw."""
+
+
+class GateConfig(Section):
+    """A source that is closed until another one is solved often enough."""
+
+    after: Text
+    """Name of the other source in `data.train`."""
+    rate: Rate = 0.8
+    """Mean pass rate of its last `recent_groups` groups that opens the gate for good."""
+
+
+class CurriculumConfig(Section):
+    """Which prompts are drawn, by how often they were solved so far. Chances of several rules are multiplied; a prompt
+    that was never sampled has chance 1 for all but the gates. Null or empty rules are off."""
+
+    window: WindowConfig | None = None
+    variance: VarianceConfig | None = None
+    again: AgainConfig | None = None
+    gates: dict[Text, GateConfig] = Field(default_factory=dict)
+    """Name of a source in `data.train` -> what opens it."""
+    rule: Annotated[str, CURRICULUM_RULES] | None = None
+    """`module:Class` of a `CurriculumRule` of your own, see docs/extending.md."""
+    options: Options = Field(default_factory=dict)
+    """Arguments of `rule`."""
+    passed_at: float = 1.0
+    """A row has passed whose reward is at least this."""
+    smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
+    """Share of the former pass rate of a prompt in the one after another group; 0: the last group alone counts."""
+    recent_groups: PositiveInt = 32
+    """Groups of a source over which `gates` take its mean."""
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether some rule chooses prompts."""
+        return any((self.window, self.variance, self.again, self.gates, self.rule))
+
+
 class ExtraColumn(Section):
     """A column of the rollout's rows besides the fields of the library; see docs/data_plane.md."""
 
@@ -199,6 +271,7 @@ class DataConfig(Section):
     """The keys of one source, or sections of several sources by name (`data.train.math.dataset_name`), each with the
     keys of one and `weight`, `schedule` and `max_num_epochs`; see docs/data.md."""
     mixture: MixtureConfig = Field(default_factory=MixtureConfig)
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
     validation: DatasetConfig | None = None
     """Held-out prompts; texts that also occur here are removed from the training prompts. Null turns all
     validation off, whatever `grpo` says of it."""

@@ -23,6 +23,7 @@ from nemo_rl.errors import ConfigError
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "CALL_FORMATS",
+    "CURRICULUM_RULES",
     "DATASETS",
     "ENGINES",
     "ENGINE_CAPABILITIES",
@@ -285,5 +286,7 @@ DATASETS = PluginKind(
     builtin={name: f"nemo_rl.data.sources:{name}_prompts" for name in (*GENERATED_DATASETS, "jsonl", "huggingface")},
     hub="nemo_rl.data.sources:hub_prompts",
 )
+CURRICULUM_RULES = PluginKind(what="a rule of a curriculum", builtin={})
+"""Built-in rules have sections of their own in `data.curriculum`."""
 TRACKERS = PluginKind(what="a tracker", builtin={})
 """Built-in trackers have switches of their own (`logger.wandb_enabled` and so on)."""

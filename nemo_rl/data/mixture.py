@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from nemo_rl.data.sampler import PromptStream, SampledPrompt
+from nemo_rl.data.sampler import PromptStream, SampledPrompt, refuse_curriculum
 from nemo_rl.errors import CheckpointError, DatasetError
 
 __all__ = ["MixedSource", "Phase", "PromptMixture"]
@@ -215,6 +215,7 @@ class PromptMixture(PromptStream):
         Raises:
             CheckpointError: the state belongs to other sources, seed or order, or to other shares before its position.
         """
+        refuse_curriculum(state)
         mine = self.state_dict()
         position, batch_size, phases = state.get("position"), state.get("batch_size"), state.get("phases")
         if not (isinstance(position, int) and isinstance(batch_size, int) and isinstance(phases, list)):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_rl.errors import CheckpointError, DatasetError
+from nemo_rl.utils.metrics import Reduction
 
 __all__ = ["PromptSampler", "PromptStream", "SampledPrompt"]
 
@@ -30,6 +31,9 @@ class SampledPrompt:
 
 class PromptStream(ABC):
     """A stream of prompts: a draw is a function of its ordinal."""
+
+    notes_groups = False
+    """True where the stream is told the rewards of each group, and has metrics."""
 
     @property
     @abstractmethod
@@ -59,6 +63,13 @@ class PromptStream(ABC):
 
     def trained(self, tokens: Mapping[str, int], prompts: Mapping[str, int]) -> None:  # noqa: B027 - of one source all
         """Note the response tokens and the prompts of each source that a step has trained."""
+
+    def note(self, draw: SampledPrompt, rewards: Sequence[float]) -> None:  # noqa: B027 - most draw whatever was scored
+        """Note the rewards of a group that was sampled, whether it is trained or not; in the order of the groups."""
+
+    def metrics(self) -> dict[str, Reduction]:
+        """Return what the stream says of its draws since the last call."""
+        return {}
 
     def next_for(self, missing: Mapping[str, int], count: int) -> list[SampledPrompt]:
         """Return the next `count` prompts, as `next` does, for groups that are missing.
@@ -97,6 +108,23 @@ class PromptStream(ABC):
         Raises:
             CheckpointError: the state belongs to other data, another seed or order.
         """
+
+
+CANDIDATES = "candidates"
+"""Name, in the state of a stream with a curriculum, of the state of the stream whose draws it chooses among."""
+
+
+def refuse_curriculum(state: Mapping[str, object]) -> None:
+    """Refuse the state of a stream with a curriculum for one without.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    if CANDIDATES in state:
+        raise CheckpointError(
+            "data position: the checkpoint is of a run with data.curriculum, which decides what was drawn; resume with "
+            "it, or start afresh with checkpointing.resume=false"
+        )
 
 
 class PromptSampler(PromptStream):
@@ -194,6 +222,7 @@ class PromptSampler(PromptStream):
         Raises:
             CheckpointError: the state belongs to another dataset size, seed or order.
         """
+        refuse_curriculum(state)
         for name, mine in (("num_prompts", self._num_prompts), ("seed", self._seed), ("shuffle", self._shuffle)):
             if state.get(name) != mine:
                 raise CheckpointError(

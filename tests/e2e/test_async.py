@@ -50,6 +50,11 @@ ACCOUNT = ("rollout/groups_", "async/")
 UNEQUAL = {"policy.generation.max_new_tokens": "8", "policy.generation.max_batch_size": "16"}
 """Rows of unequal lengths and few places, so that groups join while others run."""
 
+CURRICULUM = {
+    "data.curriculum": "{window: {least: 0.3, most: 0.6, hard: 0.5, easy: 0.2}, again: {share: 0.2}, passed_at: 0.25}"
+}
+"""Which prompts are drawn depends on what was sampled before."""
+
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -82,6 +87,18 @@ def groups_of_steps(log_dir: Path) -> dict[int, list[int]]:
     return found
 
 
+def draws_of_starts(log_dir: Path) -> list[dict[int, int]]:
+    """Return the prompts by their places in the stream, as each start of a run drew them."""
+    found: list[dict[int, int]] = []
+    for line in (log_dir / SCHEDULE_FILE).read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "start":
+            found.append({})
+        elif event["event"] == "draws":
+            found[-1] |= {ordinal: prompt for ordinal, prompt, _ in event["draws"]}
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("is_moe", "changes"),
@@ -90,8 +107,9 @@ def groups_of_steps(log_dir: Path) -> dict[int, list[int]]:
         (False, MEGATRON),
         (False, {"grpo.use_dynamic_sampling": "true", "env.score_threshold": "0.6"}),
         (True, {"policy.router_replay.enabled": "true", "grpo.use_generation_logprobs_as_prev": "false"}),
+        (False, CURRICULUM),
     ],
-    ids=["dtensor", "megatron", "dynamic sampling", "router replay"],
+    ids=["dtensor", "megatron", "dynamic sampling", "router replay", "curriculum"],
 )
 def test_a_bound_of_0_is_the_synchronous_trainer_to_the_last_bit(tmp_path, model, experts, is_moe, changes):
     folder = experts if is_moe else model
@@ -109,11 +127,11 @@ def test_a_bound_of_0_is_the_synchronous_trainer_to_the_last_bit(tmp_path, model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_flight", ["recompute", "drain", "keep"])
-def test_no_row_is_older_than_the_bound_and_the_schedule_replays_to_the_last_bit(tmp_path, model, in_flight):
+@pytest.mark.parametrize(("in_flight", "more"), [("recompute", {}), ("drain", CURRICULUM), ("keep", {})])
+def test_no_row_is_older_than_the_bound_and_the_schedule_replays_to_the_last_bit(tmp_path, model, in_flight, more):
     bound = {"grpo.async.max_staleness": "2", "grpo.async.lookahead": "2", "policy.generation.in_flight": in_flight}
     kept = {"diagnostics.keep_steps.enabled": "true", "checkpointing.enabled": "true", "checkpointing.save_period": "4"}
-    logs = train(tmp_path, model, {**CORRECTED, **UNEQUAL, **bound, **kept}, steps=8)
+    logs = train(tmp_path, model, {**CORRECTED, **UNEQUAL, **bound, **kept, **more}, steps=8)
     steps = logged_steps(logs)
     ages = [row.get("rollout/staleness_max", 0) for row in steps]
     assert len(steps) == 8 and 0 < max(ages) <= 2 and steps[-1]["rollout/groups_over_age"] == 0
@@ -144,7 +162,7 @@ def test_a_replay_names_the_first_number_that_differs(tmp_path, model):
 def test_a_resumed_run_trains_every_prompt_once(tmp_path, model, keeps):
     saving = {"checkpointing.enabled": "true", "checkpointing.save_period": "1", "checkpointing.keep_top_k": "null"}
     bound = {"grpo.async.max_staleness": "2", "grpo.async.lookahead": "2", "grpo.async.selection": "ready_first"}
-    changes = {**CORRECTED, **UNEQUAL, **saving, **bound, "grpo.async.keep_finished": keeps}
+    changes = {**CORRECTED, **UNEQUAL, **saving, **bound, **CURRICULUM, "grpo.async.keep_finished": keeps}
     folder = train(tmp_path, model, changes, steps=8) / "checkpoints"
     kept = [step for step in range(1, 8) if (folder / f"step_{step}" / GROUPS).is_dir()]
     assert bool(kept) is (keeps == "true")
@@ -162,6 +180,10 @@ def test_a_resumed_run_trains_every_prompt_once(tmp_path, model, keeps):
     counts = Counter(ordinal for groups in groups_of_steps(logs).values() for ordinal in groups)
     assert set(counts.values()) == {1} and len(counts) == 8 * PROMPTS
     assert all(row.get("rollout/staleness_max", 0) <= 2 for row in logged_steps(logs))
+    first, second = draws_of_starts(logs)
+    # What the checkpoint had drawn is drawn again; what came after it follows from other groups.
+    again = {place: prompt for place, prompt in second.items() if place < 4 * PROMPTS}
+    assert (again or keeps == "true") and again == {place: first[place] for place in again}
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@
 The driver gets SIGKILL at random moments of its life, so many of them while it writes a checkpoint: those kills are
 counted only when they left an unfinished one. With `--durable` every process of the run is killed, steps are saved more
 seldom, and what was sampled since the last checkpoint is taken from files (`data_plane.durable`). With `--mixture` the
-prompts are those of three sources, whose weights change on the way. After every kill no
-step that has a checkpoint lacks its line, and at the end all lines are those of the uninterrupted run. Prints a
+prompts are those of three sources, whose weights change on the way, and a curriculum chooses among them. After every
+kill no step that has a checkpoint lacks its line, and at the end all lines are those of the uninterrupted run. Prints a
 summary; exit code 1 when anything differs.
 """
 
@@ -46,6 +46,7 @@ MIXTURE = {
     }
     for name, size, more in (("a", 40, {"weight": 3}), ("b", 7, {"weight": 2}), ("c", 23, {"schedule": {"20": 9}}))
 }
+CURRICULUM = {"window": {"least": 0.2, "most": 0.6, "easy": 0.3}, "again": {"share": 0.2}, "passed_at": 0.5}
 RESTORED = "rollout/restored_groups"
 GONE_S = 120.0
 """Ray's agents outlive a killed driver by up to a minute."""
@@ -81,7 +82,7 @@ class ResumeKills:
         kills: of the driver, `saves` of them during a save.
         async_save: save beside the training, in the run that is killed alone.
         durable: keep finished groups in files, and kill every process.
-        mixture: draw prompts from three sources.
+        mixture: draw prompts from three sources, by a curriculum.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class ResumeKills:
         steps = {"max_num_steps": (STEPS_PER_KILL + 2 * period - 1) * kills + 2}
         saving = {"enabled": True, "save_period": period, "keep_top_k": 2, "metric_name": "train:reward"}
         plane = {"durable": {"path": str(folder / "groups")}} if durable else {}
-        data = {"data": {"train": MIXTURE}} if mixture else {}
+        data = {"data": {"train": MIXTURE, "curriculum": CURRICULUM}} if mixture else {}
         self._recipe = write_recipe(
             folder / "killed",
             model,

@@ -85,6 +85,55 @@ def rule_sources_have_shares(config: MasterConfig) -> Iterator[str]:
             yield f"data.train.{next(iter(named))}.weight: is 0 at step {step} as those of all sources are; raise one"
 
 
+def rule_curriculum_fits_the_run(config: MasterConfig) -> Iterator[str]:
+    data, grpo, curriculum, switch = config.data, config.grpo, config.data.curriculum, "data.curriculum"
+    if not curriculum.is_on:
+        keys, because = ["options", "passed_at", "smoothing", "recent_groups"], "no rule is set"
+        yield from would_be_ignored(curriculum, switch, keys, switch=switch, because=because)
+        return
+    if curriculum.rule is None:
+        because = f"{switch}.rule is null"
+        yield from would_be_ignored(curriculum, switch, ["options"], switch=f"{switch}.rule", because=because)
+    if curriculum.window is not None and curriculum.window.least > curriculum.window.most:
+        yield f"{switch}.window.least: {curriculum.window.least} is above most, {curriculum.window.most}"
+    yield from _gate_lines(config)
+    epochs = {"grpo": grpo.max_num_epochs} | {
+        data.train_key(name): each.max_num_epochs for name, each in data.train.named.items()
+    }
+    for where, count in epochs.items():
+        if count is not None:
+            yield (
+                f"{where}.max_num_epochs: {count} counts passes over the prompts, and {switch} passes over some more "
+                "often than over others; set it to null"
+            )
+    if data.train.named and (grpo.use_dynamic_sampling or data.mixture.unit == "tokens"):
+        takes = "grpo.use_dynamic_sampling" if grpo.use_dynamic_sampling else "data.mixture.unit"
+        yield (
+            f"{takes}: takes prompts of the source of which some are missing, and {switch} draws from several sources "
+            "in their turns; turn one of the two off"
+        )
+    if grpo.samples_ahead and config.data_plane.durable.path is not None:
+        yield (
+            "data_plane.durable.path: finds finished groups by their place in the stream, which after a kill may have "
+            f"another prompt with {switch} and an asynchronous run; set one of them to null"
+        )
+
+
+def _gate_lines(config: MasterConfig) -> Iterator[str]:
+    gates, names = config.data.curriculum.gates, list(config.data.train.named)
+    for name, gate in gates.items():
+        where = f"data.curriculum.gates.{name}"
+        for each in {name: None, gate.after: None}:
+            if each not in names:
+                known = ", ".join(names) or "it is one without a name"
+                yield f"{where}: expected sources of data.train ({known}), got {each!r}"
+        chain = [name]
+        while (after := gates.get(chain[-1])) is not None and after.after not in chain:
+            chain.append(after.after)
+        if after is not None:
+            yield f"{where}.after: {' after '.join([*chain, after.after])} never opens; leave one of these gates out"
+
+
 def _dataset_lines(dataset: DatasetConfig, prefix: str) -> list[str]:
     name = dataset.dataset_name
     lines, ignored = [], []

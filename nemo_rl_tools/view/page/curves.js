@@ -16,6 +16,7 @@ const VIEWS = [
   ["Loss", /^train\/(loss|.*_loss|grad_norm|policy_kl|reference_kl|kl_penalty|approx_entropy|clip|learning_rate|probs_ratio)/],
   ["Mismatch", new RegExp("(mismatch|gen_kl|js_divergence|gen_probs_ratio|token_mult_prob|logprob_error|"
     + "sampling_importance|^r3/(k3|f128|f2|max_ratio)_)")],
+  ["Curriculum", /^rollout\/curriculum\//],
   ["Staleness", /(staleness|^async\/|^rollout\/groups_)/],
   ["Routes", /^(r3\/|rollout\/routes_)/],
   ["Time", /^timing\//],

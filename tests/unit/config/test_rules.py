@@ -29,6 +29,7 @@ MEGATRON_TP2 = "configs/recipes/grpo_sort_megatron_tp2_cpu.yaml"
 MEGATRON_PP2 = "configs/recipes/grpo_sort_megatron_pp2_cpu.yaml"
 NO_VALIDATION = ("data.validation=null", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false")
 FIXED = ("policy.dynamic_batching.enabled=false",)
+WINDOW = "data.curriculum.window={}"
 JSONL = ("~data.train", "data.train.dataset_name=jsonl")
 GRADED = ("env.name=custom", "env.reward_function=a:b")
 CONNECTED = ("data_plane.impl=transfer_queue", "data_plane.transfer_queue.connect=true", "cluster.address=auto")
@@ -324,6 +325,34 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (JSONL, "data.train.data_path: must be set"),
         ((*JSONL, "data.train.data_path=a", "data.train.split=b"), "data.train.split: 'b' would be ignored"),
         (("data.train.prompt_template=text",), "data.train.prompt_template: expected a text with {input}"),
+    ],
+    "rule_curriculum_fits_the_run": [
+        (("data.curriculum.smoothing=0.2",), "data.curriculum.smoothing: 0.2 would be ignored, because no rule is set"),
+        (
+            ("+data.curriculum.options.a=1", WINDOW),
+            "data.curriculum.options: would be ignored, because data.curriculum.rule is null",
+        ),
+        (("data.curriculum.window={least: 0.9, most: 0.3}",), "data.curriculum.window.least: 0.9 is above most, 0.3"),
+        ((WINDOW, "grpo.max_num_epochs=2"), "grpo.max_num_epochs: 2 counts passes over the prompts"),
+        ((WINDOW, *SOURCES, "data.train.a.max_num_epochs=1"), "data.train.a.max_num_epochs: 1 counts passes"),
+        ((WINDOW, *SOURCES, "data.mixture.unit=tokens"), "data.mixture.unit: takes prompts of the source of which"),
+        (
+            (WINDOW, *SOURCES, "grpo.use_dynamic_sampling=true"),
+            "grpo.use_dynamic_sampling: takes prompts of the source",
+        ),
+        (
+            (WINDOW, "grpo.async.enabled=true", "data_plane.durable.path=groups"),
+            "data_plane.durable.path: finds finished groups by their place in the stream",
+        ),
+        (("data.curriculum.gates={b: {after: a}}",), "data.curriculum.gates.b: expected sources of data.train (it is"),
+        (
+            (*SOURCES, "data.curriculum.gates={b: {after: c}}"),
+            "gates.b: expected sources of data.train (a, b), got 'c'",
+        ),
+        (
+            (*SOURCES, "data.curriculum.gates={b: {after: a}, a: {after: b}}"),
+            "data.curriculum.gates.b.after: b after a after b never opens",
+        ),
     ],
     "rule_custom_reward_needs_a_function": [
         (("env.name=custom",), "env.reward_function: must be set"),
