@@ -18,6 +18,7 @@ TWICE = $(1) || $(1)
 STARTER := checkpoints/starter_sort
 MOE_STARTER := checkpoints/starter_sort_moe
 CHAIN_SUM_STARTER := checkpoints/starter_chain_sum
+CHAIN_SUMS_STARTER := checkpoints/starter_chain_sums
 GUESS_STARTER := checkpoints/starter_guess
 CALCULATOR_STARTER := checkpoints/starter_calculator
 SHAPES_STARTER := checkpoints/starter_shapes
@@ -126,6 +127,9 @@ $(MOE_STARTER)/config.json: | $(VENV)/.base
 $(CHAIN_SUM_STARTER)/config.json: | $(VENV)/.dev
 	$(BIN)/python examples/make_starter.py --out $(CHAIN_SUM_STARTER) --task chain_sum
 
+$(CHAIN_SUMS_STARTER)/config.json: | $(VENV)/.dev
+	$(BIN)/python examples/make_starter.py --out $(CHAIN_SUMS_STARTER) --task chain_sums
+
 $(GUESS_STARTER)/config.json: | $(VENV)/.base
 	$(BIN)/python examples/make_starter.py --out $(GUESS_STARTER) --task guess
 
@@ -226,6 +230,9 @@ learn-first: $(VENV)/.base $(STARTER)/config.json ## learning run: the recipe of
 	  first, last = sum(r[:5]) / 5, sum(r[-5:]) / 5; \
 	  print(f"mean reward of five steps: {first:.3f} at the start, {last:.3f} at the end of {len(r)}"); \
 	  sys.exit(len(r) > 10 and last < first + .2)'
+
+learn-curriculum: $(VENV)/.dev $(CHAIN_SUMS_STARTER)/config.json ## rows until chain sums of seven terms are solved, by a curriculum and without, for three seeds (an hour)
+	$(BIN)/python benchmarks/curriculum_learning.py --json results/curriculum_learning.json $(ARGS)
 
 LEARN_sort-tp2 := grpo_sort_tp2_cpu
 LEARN_sort-megatron := grpo_sort_megatron_tp2_cpu

@@ -229,6 +229,18 @@ STARTER_TASKS: Mapping[str, StarterTask] = {
         max_length=64,
         calibration_seed=1_000_000,
     ),
+    "chain_sums": StarterTask(
+        dataset=DatasetConfig(
+            dataset_name="reasoning_gym",
+            task="chain_sum",
+            options={"min_terms": 2, "max_terms": 7, "min_digits": 1, "max_digits": 1},
+        ),
+        config=StarterConfig(stop_accuracy=0.25, target_accuracy=0.30, first_evaluation=120, evaluate_every=10),
+        demonstrate=_running_sums,
+        max_new_tokens=72,
+        max_length=128,
+        calibration_seed=1_000_000,
+    ),
     "guess": StarterTask(
         dataset=DatasetConfig(dataset_name="guess", options={"numbers": 6}),
         config=StarterConfig(max_steps=360, batch_size=32, num_problems=4000, learning_rate=3e-3),

@@ -83,6 +83,7 @@ STARTERS: Mapping[str, tuple[str, str]] = {
     "starter_sort": ("demo", ""),
     "starter_sort_moe": ("learn-sort-moe", " --experts 8"),
     "starter_chain_sum": ("learn-chain-sum", " --task chain_sum"),
+    "starter_chain_sums": ("learn-curriculum", " --task chain_sums"),
     "starter_guess": ("learn-guess", " --task guess"),
     "starter_calculator": ("learn-calculator", " --task calculator"),
 }
