@@ -83,7 +83,7 @@ TARGETS: Mapping[str, str] = {
     "learn-sort-tp2": "grpo.max_num_steps=2",
     "learn-sort-megatron": "grpo.max_num_steps=2",
     "learn-chain-sum": "grpo.max_num_steps=2",
-    "learn-curriculum": "--steps 2 --seeds 1 --reached 0 grpo.num_prompts_per_step=16 policy.train_global_batch_size=128",
+    "learn-curriculum": "--steps 4 --seeds 1 --reached 0 --bounds 9 9",
     "learn-guess": "grpo.max_num_steps=2",
     "learn-guess-async": "grpo.max_num_steps=2",
     "learn-calculator": "grpo.max_num_steps=2",
