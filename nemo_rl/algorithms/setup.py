@@ -186,6 +186,7 @@ def _parts(
         config.loss_fn,
         settings=settings,
         logger=config.logger,
+        loss_weights=config.data.loss_weights,
         client=client,
         policy=policy,
         rollout=rollout,

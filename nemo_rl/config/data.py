@@ -93,6 +93,9 @@ class SourceConfig(DatasetConfig):
     schedule: dict[Annotated[str, Field(pattern=r"^[1-9][0-9]{0,11}$")], NonNegativeFloat] = Field(default_factory=dict)
     """Weights that take the place of `weight` from a step on, by its number. A step is `grpo.num_prompts_per_step`
     prompts of the stream."""
+    loss_weight: PositiveFloat = 1.0
+    """Weight of its rows in the loss: a row of weight w counts as w rows, also in the number that the loss is divided
+    by."""
     max_num_epochs: PositiveInt | None = None
     """Passes over the prompts of this source, after which the run ends; null: it begins anew each time."""
 
@@ -300,6 +303,12 @@ class DataConfig(Section):
         """Return the sources of training prompts by the dotted path of their sections."""
         named = {self.train_key(name): source for name, source in self.train.named.items()}
         return {**named} or {self.train_key(""): self.train}
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Return the weight of each source in the loss; none where all have the same."""
+        weights = {name: source.loss_weight for name, source in self.train.named.items()}
+        return weights if len(set(weights.values())) > 1 else {}
 
     @property
     def sections(self) -> dict[str, DatasetConfig]:

@@ -6,9 +6,11 @@ import io
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from nemo_rl.algorithms.run import run
+from nemo_rl.algorithms.setup import open_trainer
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 
 
@@ -61,3 +63,32 @@ def test_rows_that_another_policy_is_too_far_from_are_left_out(tmp_path: Path, m
     for row in (first, second):
         assert row["train/masked_share"] == 1.0 and row["train/actor_loss"] == 0.0
         assert row["train/loss"] == pytest.approx(-row["train/entropy_bonus"]) and row["train/entropy_bonus"] > 0
+
+
+def test_rows_of_a_source_count_as_its_weight_says(tmp_path: Path, model: Path) -> None:
+    source = {"dataset_name": "sort_digits", "size": 40, "options": {"min_digits": 3, "max_digits": 5}}
+    losses = {}
+    for weight in (1.0, 3.0):
+        train = {"a": {**source, "seed": 1, "loss_weight": weight}, "b": {**source, "seed": 2}}
+        settings = {
+            "grpo": {"max_num_steps": 1},
+            "policy": {"train_global_batch_size": 16, "generation": {"max_new_tokens": 8}},
+            "data": {"train": train},
+        }
+        loss = {"reference_policy_kl_penalty": 0.0}
+        config = load_recipe(write_recipe(tmp_path / str(weight), model, **settings, loss_fn=loss), LOCAL)
+        with open_trainer(config, console=Console(file=io.StringIO())) as trainer:
+            trainer.open_run()
+            step = trainer.step()
+        sources = {uid: draw.source for uid, draw in zip(step.uids, step.drawn, strict=True)}
+        of_rows = [sources[uid] for uid in step.rows.group_uids]
+        weights = torch.tensor([weight if name == "a" else 1.0 for name in of_rows])
+        is_trained = step.scores.is_trained_group
+        assert torch.equal(step.scores.sample_mask, weights * is_trained)
+        assert {of_rows[row] for row in torch.nonzero(is_trained).flatten().tolist()} == {"a", "b"}
+        # Of a first update the ratio is 1, so the loss is the mean advantage of the tokens, each with its row's weight.
+        tokens = weights * is_trained * torch.from_numpy(step.rows.sample_stats.response_lengths)
+        expected = -float((step.scores.advantages * tokens).sum() / tokens.sum())
+        losses[weight] = step.train.metrics["loss"].value
+        assert losses[weight] == pytest.approx(expected, abs=1e-6)
+    assert abs(losses[1.0] - losses[3.0]) > 1e-4

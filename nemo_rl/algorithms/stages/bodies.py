@@ -35,7 +35,14 @@ from nemo_rl.algorithms.grpo import (
     select_train_rows,
 )
 from nemo_rl.algorithms.stages.columns import ROLLOUT, StageColumns, fetched_fields
-from nemo_rl.algorithms.stages.stage import ChosenRows, Stage, StageTools, StepState, UpdateStage
+from nemo_rl.algorithms.stages.stage import (
+    ChosenRows,
+    Stage,
+    StageTools,
+    StepState,
+    UpdateStage,
+    weights_of_rows,
+)
 from nemo_rl.algorithms.token_work import ADVANTAGE, TokenStatistics, TokenWork, decide_rows, plan_groups, whitening_of
 from nemo_rl.data_plane.batch_meta import RowResults
 from nemo_rl.data_plane.chunks.wire import message_bytes
@@ -75,6 +82,9 @@ class Score(Stage):
             per_token=per_token,
             by_conversation=self._tools.weighs_by_row,
         )
+        if self._tools.loss_weights:
+            weights = weights_of_rows(step, self._tools.loss_weights)
+            scored = replace(scored, sample_mask=scored.sample_mask * weights)
         return Pending.done(replace(step, scored=scored, chosen=self._choose(step, scored)))
 
     def _choose(self, step: StepState, scored: ScoredRows) -> ChosenRows | None:

@@ -54,6 +54,7 @@ __all__ = [
     "join_steps",
     "sources_of_rows",
     "trained_of_sources",
+    "weights_of_rows",
 ]
 
 
@@ -163,6 +164,12 @@ def sources_of_rows(step: StepState) -> dict[str, SourceRows]:
     }
 
 
+def weights_of_rows(step: StepState, weights: Mapping[str, float]) -> torch.Tensor:
+    """Return `[N]` float32, the weight of the source of each row."""
+    sources = {uid: draw.source for uid, draw in zip(step.uids, step.drawn, strict=True)}
+    return torch.tensor([weights[sources[uid]] for uid in step.rows.group_uids], dtype=torch.float32)
+
+
 def trained_of_sources(step: StepState) -> tuple[dict[str, int], dict[str, int]]:
     """Return the response tokens that a step of several sources has trained of each, and the prompts of each."""
     tokens = {name: own.trained_tokens for name, own in sources_of_rows(step).items()}
@@ -230,6 +237,8 @@ class StageTools:
     cost: tuple[float, float] = DEFAULT_COST
     """(a, b) of the cost a s + b s^2 of a row of s tokens, by which rows are shared among the ranks."""
 
+    loss_weights: Mapping[str, float] = field(default_factory=dict)
+    """Weight of the rows of each source of prompts; empty where all have the same."""
     weighs_by_row: bool = False
     """True where the loss is a mean over rows, so that the rows of a conversation share its weight."""
 
@@ -241,6 +250,7 @@ class StageTools:
         *,
         settings: PolicyConfig,
         logger: LoggerConfig,
+        loss_weights: Mapping[str, float],
         client: DataPlaneClient,
         policy: TQPolicy,
         rollout: RolloutHandle,
@@ -264,6 +274,7 @@ class StageTools:
             token_estimator=token_estimator(grpo, loss),
             teacher=teacher,
             cost=sequence_cost(TransformerShape.from_config(decoder_sizes(load_model_config(settings.model_name)))),
+            loss_weights=loss_weights,
             weighs_by_row=loss.normalization == "sequence",
         )
 
