@@ -187,7 +187,8 @@ class SyncBatches(BatchSource):
         with cleared_after_error(self._parts.client, step.partition, step.keys):
             groups = self._sample(step)
         self.unfinished = None
-        return with_metrics(with_rows(step, groups, started=started), self._parts.sampler.metrics())
+        done, sampler = with_rows(step, groups, started=started), self._parts.sampler
+        return with_metrics(done, sampler.metrics()) if sampler.notes_groups else done
 
     @property
     def is_exhausted(self) -> bool:
@@ -474,7 +475,7 @@ def with_rows(step: StepState, groups: Sequence[RolloutResult], *, started: floa
 
 def with_metrics(step: StepState, metrics: Mapping[str, Reduction]) -> StepState:
     """Return the step with further metrics of its rollout, `rollout/...` in what a run logs."""
-    return replace(step, rolled=replace(step.rows, metrics={**step.rows.metrics, **metrics})) if metrics else step
+    return replace(step, rolled=replace(step.rows, metrics={**step.rows.metrics, **metrics}))
 
 
 def note_group(stream: PromptStream, draw: SampledPrompt, group: RolloutResult) -> None:

@@ -142,6 +142,10 @@ class ScoredRows:
         index = torch.as_tensor(rows, dtype=torch.int64)
         return replace(self, sample_mask=self.sample_mask.index_copy(0, index, weights))
 
+    def weighed(self, weights: torch.Tensor) -> ScoredRows:
+        """Return the rows with their weights multiplied by others, `[N]` float32."""
+        return replace(self, sample_mask=self.sample_mask * weights)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainRows:

@@ -83,8 +83,7 @@ class Score(Stage):
             by_conversation=self._tools.weighs_by_row,
         )
         if self._tools.loss_weights:
-            weights = weights_of_rows(step, self._tools.loss_weights)
-            scored = replace(scored, sample_mask=scored.sample_mask * weights)
+            scored = scored.weighed(weights_of_rows(step, self._tools.loss_weights))
         return Pending.done(replace(step, scored=scored, chosen=self._choose(step, scored)))
 
     def _choose(self, step: StepState, scored: ScoredRows) -> ChosenRows | None:
