@@ -39,6 +39,7 @@ __all__ = [
     "gpu_share",
     "local_engines",
     "log_place",
+    "rollout_worker",
 ]
 
 STREAMS_PER_WORKER = 64
@@ -229,6 +230,7 @@ class RolloutStarts(WorkerStarts):
     """
 
     def __init__(self, config: MasterConfig, spec: RolloutSpec, engines: Callable[[], EngineScheduler]) -> None:
+        self._build = rollout_worker(config)
         self._spec, self._engines, self._log = spec, engines, log_place(config)
         self._num_streams = STREAMS_PER_WORKER if config.has_continuous_engines else 1
         self._members = [self._processes_of(number) for number in range(config.experience.num_workers)]
@@ -240,7 +242,16 @@ class RolloutStarts(WorkerStarts):
         )
 
     def _begin(self, number: int, group: RayWorkerGroup) -> None:
-        group.begin_start(RolloutWorker, [{"spec": self._spec, "generation": self._engines()}])
+        group.begin_start(self._build, [{"spec": self._spec, "generation": self._engines()}])
+
+
+def rollout_worker(config: MasterConfig) -> type[RolloutWorker]:
+    """Return the class of the workers that give rows."""
+    if not config.sft.enabled:
+        return RolloutWorker
+    from nemo_rl.experience.finished_worker import FinishedWorker  # noqa: PLC0415 - a run of GRPO does without
+
+    return FinishedWorker
 
 
 def _builder(config: MasterConfig) -> Callable[..., object]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -86,6 +86,8 @@ class TrainerParts:
     resume_from: Checkpoint | None = None
     run_state: Mapping[str, object] = field(default_factory=dict)
     """The section that `identity_state` makes for checkpoints."""
+    step_metrics: Callable[[StepState], dict[str, float]] = step_metrics
+    """Returns the metrics of a step that has ended."""
     observers: StepObservers = field(default_factory=StepObservers)
 
 
@@ -293,7 +295,7 @@ class GRPOTrainer:
         self._end_validation()
         with self._timer.time("refit"):
             self._refit()
-        metrics = step_metrics(step) | self._parts.policy.memory_metrics() | self._refit_metrics()
+        metrics = self._parts.step_metrics(step) | self._parts.policy.memory_metrics() | self._refit_metrics()
         if self._config.policy.router_replay.enabled:
             replay = self._parts.policy.router_replay_metrics()
             metrics.update({f"r3/{name}": value for name, value in values(replay).items()})
@@ -358,8 +360,8 @@ class GRPOTrainer:
         return StepReport(
             step=self._step,
             num_steps=self._config.grpo.max_num_steps,
-            reward=metrics[REWARD_METRIC],
-            val_reward=metrics.get(VAL_REWARD_METRIC),
+            reward=metrics.get(REWARD_METRIC),
+            val_reward=metrics.get(VAL_REWARD_METRIC, metrics.get("val/loss")),
             loss=metrics.get("train/loss"),
             kl=informative_kl(step.train, metrics, self._config.grpo),
             mismatch=metrics.get(MISMATCH_METRIC),

@@ -7,7 +7,7 @@ interrupt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 
@@ -32,8 +32,9 @@ from nemo_rl.algorithms.saver import build_checkpoints, checkpoint_to_resume
 from nemo_rl.algorithms.sources import FollowedSchedule, build_source
 from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, extras_of, stage_columns
-from nemo_rl.algorithms.stages.stage import StageTools
+from nemo_rl.algorithms.stages.stage import StageTools, StepState
 from nemo_rl.algorithms.start import RunProcesses, open_cluster, open_processes, what_starts
+from nemo_rl.algorithms.step_metrics import step_metrics
 from nemo_rl.algorithms.step_tracing import TracedRun, build_tracing, open_tracing
 from nemo_rl.algorithms.teacher import build_teacher
 from nemo_rl.config.schema import MasterConfig
@@ -44,6 +45,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.experience.rollout_handle import RolloutHandle
 from nemo_rl.experience.rollouts import RolloutSpec
 from nemo_rl.models.policy.tq_policy import TQPolicy
+from nemo_rl.models.weight_sync.base import WeightSync
 from nemo_rl.models.weight_sync.factory import weight_sync_of
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.deadlines import StartUp
@@ -128,12 +130,7 @@ def open_parts(
                 schedule=None if follows is None else follows.schedule,
             )
         )
-        rollout = RolloutHandle(
-            processes.rollout,
-            timeout_s=config.cluster.stage_timeout_s,
-            report=panel.note,
-            waits=not config.grpo.samples_ahead,
-        )
+        rollout = _handle(config, processes, panel)
         rollout.setup_data_plane(client.address)
         yield _parts(
             config,
@@ -150,6 +147,49 @@ def open_parts(
             traced=traced,
             follows=follows,
         )
+
+
+def _handle(config: MasterConfig, processes: RunProcesses, panel: Panel) -> RolloutHandle:
+    made = RolloutHandle
+    if config.sft.enabled:
+        from nemo_rl.algorithms.supervised import FinishedHandle as made  # noqa: PLC0415 - a run of GRPO does without
+    timeout_s, waits = config.cluster.stage_timeout_s, not config.grpo.samples_ahead
+    return made(processes.rollout, timeout_s=timeout_s, report=panel.note, waits=waits)
+
+
+def _weight_sync(config: MasterConfig, processes: RunProcesses, rollout: RolloutHandle) -> WeightSync:
+    timeout_s = config.cluster.stage_timeout_s
+    if config.sft.enabled:
+        from nemo_rl.algorithms.supervised import NoEngines  # noqa: PLC0415 - as above
+
+        return NoEngines(processes.policy, timeout_s=timeout_s)
+    return weight_sync_of(
+        config.policy,
+        config.refit_transport,
+        policy=processes.policy,
+        engines=processes.engines,
+        address=processes.address,
+        timeout_s=timeout_s,
+        on_new_engines=rollout.use_engines,
+        one_by_one=config.grpo.samples_ahead,
+        sleep_level=config.sleep_level,
+    )
+
+
+def _step_metrics(
+    config: MasterConfig,
+    rollout: RolloutHandle,
+    policy: TQPolicy,
+    client: DataPlaneClient,
+    columns: tuple[StageColumns, ...],
+) -> Callable[[StepState], dict[str, float]]:
+    if not config.sft.enabled:
+        return step_metrics
+    from nemo_rl.algorithms.supervised import FinishedHandle, supervised_metrics  # noqa: PLC0415 - as above
+
+    assert isinstance(rollout, FinishedHandle), "a supervised run has this handle"
+    rollout.measure_with(policy, config.policy, client, columns)
+    return supervised_metrics
 
 
 def _parts(
@@ -193,17 +233,7 @@ def _parts(
         loss_fn=build_loss(config.loss_fn, config.grpo),
         teacher=teacher,
     )
-    weight_sync = weight_sync_of(
-        settings,
-        config.refit_transport,
-        policy=processes.policy,
-        engines=processes.engines,
-        address=processes.address,
-        timeout_s=timeout_s,
-        on_new_engines=rollout.use_engines,
-        one_by_one=config.grpo.samples_ahead,
-        sleep_level=config.sleep_level,
-    )
+    weight_sync = _weight_sync(config, processes, rollout)
     stages = build_stages(columns, tools)
     return TrainerParts(
         config=config,
@@ -236,6 +266,7 @@ def _parts(
         panel=panel,
         resume_from=resume_from,
         run_state=identity_state(began, identity, dtype=model_dtype(settings.model_name)),
+        step_metrics=_step_metrics(config, rollout, policy, client, columns),
         observers=StepObservers(
             *build_observers(config.diagnostics, tools, processes.engines, stages, panel=panel, timeout_s=timeout_s),
             *build_recorders(

@@ -20,6 +20,7 @@ from nemo_rl.algorithms.engines import (
     gpu_share,
     local_engines,
     log_place,
+    rollout_worker,
 )
 from nemo_rl.algorithms.observers import record_spec
 from nemo_rl.algorithms.processes import cpus_per_bundle, num_clients, num_engine_bundles, other_cpus, run_environment
@@ -36,7 +37,7 @@ from nemo_rl.distributed.ray_worker_groups import RayPlacement, RayWorkerGroup
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerFleet, WorkerGroup
 from nemo_rl.errors import NemoRLError
-from nemo_rl.experience.rollout_worker import RolloutSpec, RolloutWorker
+from nemo_rl.experience.rollouts import RolloutSpec
 from nemo_rl.models.generation.interfaces import EngineSpec
 from nemo_rl.models.policy.tracing import TraceSpec
 from nemo_rl.models.policy.workers.launch import WorkerSpec, build_policy_worker
@@ -145,10 +146,12 @@ def _local_groups(
     policy = LocalWorkerGroup(lambda: build_policy_worker(spec))
     stack.callback(policy.shutdown)
     teacher = local_teacher(_worker_spec(config.as_teacher, alone), stack) if config.num_teacher_workers else None
-    engines = local_engines(config, engine)
+    engines = WorkerFleet([])
+    if config.policy.generation.num_replicas:
+        engines = local_engines(config, engine)
     stack.callback(engines.shutdown)
-    replicas = engine_scheduler(config, engines)
-    rollouts = WorkerFleet([LocalWorkerGroup(lambda: RolloutWorker(rollout, generation=replicas))])
+    replicas, build = engine_scheduler(config, engines), rollout_worker(config)
+    rollouts = WorkerFleet([LocalWorkerGroup(lambda: build(rollout, generation=replicas))])
     stack.callback(rollouts.shutdown)
     return RunProcesses(policy=policy, engines=engines, rollout=rollouts, teacher=teacher)
 
@@ -246,6 +249,7 @@ def what_starts(config: MasterConfig) -> str:
     plan = memory_plan(config.active_data_plane, num_processes=num_clients(config))
     if config.cluster.launcher == "local":
         parts = "policy, teacher, engine" if config.num_teacher_workers else "policy, engine"
+        parts = "policy" if config.sft.enabled else parts
         return "; ".join(filter(None, (f"starting {parts} and rollout worker in this process", plan)))
     count = config.num_teacher_workers
     teacher = f"{count} teacher worker{'s' if count > 1 else ''}, " if count else ""

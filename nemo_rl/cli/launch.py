@@ -22,7 +22,7 @@ from nemo_rl.errors import UserError, boundary
 from nemo_rl.utils.console import make_console
 from nemo_rl.utils.files import write_text
 
-__all__ = ["app", "init", "train"]
+__all__ = ["app", "init", "sft", "train"]
 
 app = typer.Typer(
     cls=Verbs,
@@ -57,6 +57,26 @@ def train(
     """
     extent = extent_of(print_config=print_config, validate_only=validate_only, preflight=preflight)
     raise typer.Exit(run_recipe(recipe, overrides or [], extent=extent, print_config=print_config))
+
+
+def sft(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="print the resolved config with variables, and exit")
+    ] = False,
+    validate_only: Annotated[bool, typer.Option("--validate-only", help="check the config alone and exit")] = False,
+    preflight: Annotated[
+        bool, typer.Option("--preflight", help="check all that a run needs, start nothing, and exit")
+    ] = False,
+) -> None:
+    """Train a model on the finished conversations that RECIPE names, before GRPO goes on with it.
+
+    Exit codes are those of `nemo-rl train`.
+    """
+    extent = extent_of(print_config=print_config, validate_only=validate_only, preflight=preflight)
+    given = ["sft.enabled=true", *(overrides or [])]
+    raise typer.Exit(run_recipe(recipe, given, extent=extent, print_config=print_config))
 
 
 RECIPE, REWARD, PROMPTS = "recipe.yaml", "reward.py", "prompts.jsonl"

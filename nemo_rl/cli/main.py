@@ -27,7 +27,7 @@ from nemo_rl.cli.checkpoints import evaluate, export
 from nemo_rl.cli.data_plane import app as data_plane_app
 from nemo_rl.cli.doors import Verbs, answer_old_names, refuse
 from nemo_rl.cli.launch import app as launch_app
-from nemo_rl.cli.launch import init, train
+from nemo_rl.cli.launch import init, sft, train
 from nemo_rl.errors import NemoRLError, UserError
 from nemo_rl.utils.exits import INTERRUPTED, crash_line, machine_problem, text_of
 
@@ -51,7 +51,7 @@ TOOLS_PACKAGE = "nemo-rl-tools"
 
 class _Root(Verbs):
     headings = {
-        "Run": ("train", "init", "eval", "export", "config", "checkpoints"),
+        "Run": ("train", "sft", "init", "eval", "export", "config", "checkpoints"),
         "Look": ("view", "inspect", "compare", "trace", "probe"),
         "Cluster": ("launch", "plan", "shrink", "doctor"),
         "Data": ("data-plane",),
@@ -66,6 +66,7 @@ app.add_typer(launch_app, name="launch")
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(train)
+app.command()(sft)
 app.command()(init)
 rollouts_app = typer.Typer()
 app.add_typer(rollouts_app, name="rollouts", hidden=True)

@@ -17,12 +17,13 @@ from nemo_rl.config.data import DataConfig, DatasetConfig
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.distillation import teacher_policy
 from nemo_rl.config.env import EnvConfig, ExperienceConfig
-from nemo_rl.config.generation import DeviceSharing, RefitTransport
+from nemo_rl.config.generation import ColocatedConfig, DeviceSharing, GenerationConfig, RefitTransport
 from nemo_rl.config.grpo import ESTIMATORS_BY_STEP, GRPOConfig
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.parts import ENGINE_CAPABILITIES, EngineCapabilities
-from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.policy import PolicyConfig, RouterReplayConfig
 from nemo_rl.config.run import CheckpointingConfig, ClusterConfig, DiagnosticsConfig, EvaluationConfig, LoggerConfig
+from nemo_rl.config.sft import LOOP_KEYS, SUPERVISED_LOSS, SFTConfig
 
 __all__ = ["MasterConfig"]
 
@@ -35,6 +36,7 @@ class MasterConfig(Section):
     """Everything a run needs."""
 
     grpo: GRPOConfig = Field(default_factory=GRPOConfig)
+    sft: SFTConfig = Field(default_factory=SFTConfig)
     loss_fn: LossConfig = Field(default_factory=LossConfig)
     policy: PolicyConfig
     data: DataConfig = Field(default_factory=DataConfig)
@@ -81,8 +83,8 @@ class MasterConfig(Section):
 
     @property
     def measure(self) -> str:
-        """Return the name of a mean of rewards."""
-        return "accuracy" if self.is_accuracy else "reward"
+        """Return the name of what a validation measures: a mean of rewards, or the loss of supervised training."""
+        return "loss" if self.sft.enabled else "accuracy" if self.is_accuracy else "reward"
 
     @property
     def has_prev_logprobs_pass(self) -> bool:
@@ -107,6 +109,42 @@ class MasterConfig(Section):
         size = {"gpus_per_node": workers} if self.cluster.gpus_per_node > 0 else {"cpu_workers_per_node": workers}
         cluster = self.cluster.model_copy(update={"num_nodes": 1, **size})
         return self.model_copy(update={"policy": self.teacher_policy, "cluster": cluster})
+
+    @property
+    def as_supervised(self) -> MasterConfig:
+        """Return a recipe of supervised training as its processes see it: a group is one finished row, of which all
+        tokens count under the whole vocabulary, and there is no engine."""
+        policy, loop = self.policy, {name: getattr(self.grpo, name) for name in LOOP_KEYS}
+        grpo = GRPOConfig().model_copy(
+            update={
+                **loop,
+                "num_prompts_per_step": policy.train_global_batch_size,
+                "num_generations_per_prompt": 1,
+                "drop_zero_advantage_groups": False,
+                "use_generation_logprobs_as_prev": True,
+            }
+        )
+        generation = GenerationConfig().model_copy(
+            update={
+                "num_replicas": 0,
+                "colocated": ColocatedConfig(enabled=False),
+                "stop_token_ids": policy.generation.stop_token_ids,
+            }
+        )
+        loss = LossConfig().model_copy(update={"name": SUPERVISED_LOSS, "reference_policy_kl_penalty": 0.0})
+        ranking: dict[str, object] = {"metric_name": self.checkpoint_metric}
+        if self.checkpoint_metric.endswith(":loss"):
+            ranking["higher_is_better"] = False
+        return self.model_copy(
+            update={
+                "grpo": grpo,
+                "loss_fn": loss,
+                "policy": policy.model_copy(update={"generation": generation, "router_replay": RouterReplayConfig()}),
+                "env": EnvConfig(),
+                "experience": ExperienceConfig(),
+                "checkpointing": self.checkpointing.model_copy(update=ranking),
+            }
+        )
 
     @property
     def rows_per_conversation(self) -> int:
@@ -134,6 +172,8 @@ class MasterConfig(Section):
     def checkpoint_metric(self) -> str:
         """Return `checkpointing.metric_name`, or its counterpart of training where nothing is validated."""
         name = self.checkpointing.metric_name
+        if self.sft.enabled and name.endswith((":reward", ":accuracy")):
+            return "val:loss" if self.has_validation else "train:loss"
         return "train:reward" if name in ("val:reward", "val:accuracy") and not self.has_validation else name
 
     @property

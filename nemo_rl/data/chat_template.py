@@ -146,6 +146,7 @@ class ChatTemplate:
         generation_prompt: bool = True,
         part: Callable[[str], str] = str,
         after: int = 0,
+        keeps_turns: bool = False,
     ) -> tuple[int, ...]:
         """Return the ids of a part of what the template renders.
 
@@ -153,10 +154,11 @@ class ChatTemplate:
             form: its control tokens are those of the part.
             part: returns the part of a rendered text.
             after: messages before this one are in no part, so that what becomes of their texts is not looked at.
+            keeps_turns: texts of the assistant must be in the part, too.
         """
         rendered = part(self.render(messages, form, generation_prompt=generation_prompt))
         foreign = [message for message in messages[after:] if message.role != "assistant"]
-        for message in foreign:
+        for message in messages[after:] if keeps_turns else foreign:
             _check_kept(message, rendered)
         ids = self.tokens.rendered(rendered)
         controls, unknown = self.tokens.controls_in(ids), self.tokenizer.unk_token

@@ -20,6 +20,7 @@ from typing import cast
 from PIL import Image, ImageDraw
 
 from nemo_rl.config.data import DatasetConfig
+from nemo_rl.config.parts import DATASETS
 from nemo_rl.data import generated, huggingface_wrapper, reasoning_gym_wrapper
 from nemo_rl.data.conversation import Message
 from nemo_rl.data.datasets import MISSING, RawPrompt, value_at
@@ -32,6 +33,7 @@ __all__ = [
     "KINDS",
     "ShapeProblem",
     "calculator_sums_prompts",
+    "file_rows",
     "guess_prompts",
     "huggingface_prompts",
     "jsonl_prompts",
@@ -166,8 +168,36 @@ def reasoning_gym_prompts(cfg: DatasetConfig, where: str, exclude: Collection[st
         yield RawPrompt(text=question, answer=answer, metadata={"task": task.to_json(), "index": index})
 
 
+def file_rows(cfg: DatasetConfig, where: str) -> Iterator[tuple[str, Mapping[str, object], str]] | None:
+    """Return place, columns and a remark for the user of each row of a source that reads files or the hub; None for one
+    that makes prompts itself."""
+    if DATASETS.is_on_hub(cfg.dataset_name):
+        return _hub_rows(cfg, where)
+    read = {"jsonl": _jsonl_rows, "huggingface": _huggingface_rows}.get(cfg.dataset_name)
+    return None if read is None else read(cfg, where)
+
+
 def jsonl_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
     del exclude
+    yield from _prompts(_jsonl_rows(cfg, where), cfg)
+
+
+def huggingface_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+    del exclude
+    yield from _prompts(_huggingface_rows(cfg, where), cfg)
+
+
+def hub_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
+    del exclude
+    yield from _prompts(_hub_rows(cfg, where), cfg)
+
+
+def _prompts(rows: Iterator[tuple[str, Mapping[str, object], str]], cfg: DatasetConfig) -> Iterator[RawPrompt]:
+    for place, row, remark in rows:
+        yield replace(_raw_prompt(row, cfg, place=place), remark=remark)
+
+
+def _jsonl_rows(cfg: DatasetConfig, where: str) -> Iterator[tuple[str, Mapping[str, object], str]]:
     path = cfg.data_path
     assert path is not None, "rule_dataset_keys_fit_their_kind lets no jsonl dataset pass without data_path"
     try:
@@ -175,7 +205,7 @@ def jsonl_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> I
             raise DatasetError(f"{where}.data_path: {path} is not a regular file; expected a JSON Lines file")
         with open_text(path) as file:
             for place, row in islice(json_rows(file, path), cfg.size):
-                yield _raw_prompt(row, cfg, place=place)
+                yield place, row, ""
     except OSError as error:
         raise DatasetError(
             f"{where}.data_path: {path} cannot be read: {error.strerror}; expected a JSON Lines file"
@@ -184,26 +214,22 @@ def jsonl_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> I
         raise DatasetError(f"{where}.data_path: {path} is not UTF-8 text: {error}") from error
 
 
-def huggingface_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
-    del exclude
+def _huggingface_rows(cfg: DatasetConfig, where: str) -> Iterator[tuple[str, Mapping[str, object], str]]:
     path = cfg.data_path
     assert path is not None, "rule_dataset_keys_fit_their_kind lets no huggingface dataset pass without data_path"
     told: list[str] = []
     rows = huggingface_wrapper.rows(path, split=cfg.split, where=where, subset=cfg.subset, tell=told.append)
     for number, row in enumerate(islice(rows, cfg.size)):
-        yield replace(_raw_prompt(row, cfg, place=f"{path} row {number}"), remark=told.pop() if told else "")
+        yield f"{path} row {number}", row, told.pop() if told else ""
 
 
-def hub_prompts(cfg: DatasetConfig, where: str, exclude: Collection[str]) -> Iterator[RawPrompt]:
-    del exclude
+def _hub_rows(cfg: DatasetConfig, where: str) -> Iterator[tuple[str, Mapping[str, object], str]]:
     told: list[str] = []
     rows = huggingface_wrapper.hub_rows(
         cfg.dataset_name, subset=cfg.subset, split=cfg.split, where=where, tell=told.append
     )
     for number, row in enumerate(islice(rows, cfg.size)):
-        yield replace(
-            _raw_prompt(row, cfg, place=f"{cfg.dataset_name} row {number}"), remark=told.pop() if told else ""
-        )
+        yield f"{cfg.dataset_name} row {number}", row, told.pop() if told else ""
 
 
 def _raw_prompt(row: Mapping[str, object], cfg: DatasetConfig, *, place: str) -> RawPrompt:

@@ -95,6 +95,22 @@ class _Seam:
         return rendered[_end_of_marks(rendered, self.marks) + len(self.before_end) :]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TurnPlace:
+    """The place of an assistant turn behind placeholders for the messages before it."""
+
+    before: tuple[Message, ...]
+    form: Form
+    """Its controls are those of the turn."""
+    opening: str
+    """Text between the last message before and the turn: the generation prompt is its end."""
+
+    def part(self, rendered: str) -> str:
+        """Return the turn up to its end token."""
+        behind = _end_of_marks(rendered, (self.before[-1].content,))
+        return rendered[rendered.index(self.opening, behind) + len(self.opening) :].rstrip()
+
+
 class TurnEncoder:
     """Makes the tokens of prompts and of replies; for one thread, with its own tokenizer, since those of
     transformers cannot be used by two at a time.
@@ -133,6 +149,7 @@ class TurnEncoder:
         self._seams: dict[tuple[Shape, Shape, bool], _Seam] = {}
         self._are_parted: dict[tuple[tuple[str, ...], Shape], bool] = {}
         self._rewrites: dict[tuple[object, ...], bool] = {}
+        self._turn_places: dict[Shape, _TurnPlace] = {}
 
     @property
     def history(self) -> Literal["append", "new_row"]:
@@ -182,6 +199,59 @@ class TurnEncoder:
                     whole = whole[len(before) :]
                     break
             return tuple(self._chat.tokens.rendered(whole.rstrip()))
+
+    def turn(self, before: Sequence[Message], message: Message) -> tuple[int, ...]:
+        """Return the tokens that a model samples to say `message` behind `before`: what the template writes after its
+        generation prompt, up to and with the token that ends the turn.
+
+        Raises:
+            DatasetError: a text is lost in the template.
+            ModelFolderError: the template cannot render the messages, begins the turn otherwise than a generation
+                prompt does, or ends it with a token at which the model does not stop.
+        """
+        assert before and message.role == "assistant", "a turn of the assistant follows other messages"
+        with self._boundary("a turn of the assistant"):
+            place = self._turn_place(shape_of([*before, message]))
+            ids = self._chat.encode_part(
+                [*place.before, message],
+                place.form,
+                generation_prompt=False,
+                part=place.part,
+                after=len(place.before),
+                keeps_turns=True,
+            )
+            if ids and ids[-1] in self._stop_ids:
+                return ids
+            names = tuple(call.name for call in message.calls)[:1]
+            following = Message(role="tool" if names else "user", content="")
+            seam = self._seam([*before, message], _Part(called=names, new=(following,)), generation_prompt=True)
+            if seam.begins_next:
+                return (*ids, seam.end_id)
+            raise ModelFolderError(
+                f"tokenizer {self.tokenizer.name_or_path!r}: the chat template ends a turn of the assistant with "
+                f"{self.tokenizer.decode(list(ids[-1:]))!r}, at which the model does not stop; expected one of "
+                f"{self.tokenizer.decode(sorted(self._stop_ids))!r}; set policy.generation.stop_token_ids"
+            )
+
+    def _turn_place(self, shape: Shape) -> _TurnPlace:
+        if shape not in self._turn_places:
+            form, messages = self._chat.form(shape, generation_prompt=False), placeholders(shape)
+            before = tuple(messages[:-1])
+            prompt = self._chat.render(before, form, generation_prompt=True)
+            opening = prompt[_end_of_marks(prompt, (before[-1].content,)) :]
+            whole = self._chat.render(messages, form, generation_prompt=False)
+            behind = whole[_end_of_marks(whole, (before[-1].content,)) :]
+            if not behind.startswith(opening):
+                raise ModelFolderError(
+                    f"tokenizer {self.tokenizer.name_or_path!r}: the chat template writes {behind[:60]!r} before the "
+                    f"text of an assistant, and {opening!r} where a model is to go on, so that what it would sample is "
+                    "not known; set policy.tokenizer.chat_template"
+                )
+            place = _TurnPlace(before=before, form=form, opening=opening)
+            tokens = self._chat.tokens
+            controls = tokens.controls_in(tokens.rendered(place.part(whole)))
+            self._turn_places[shape] = replace(place, form=replace(form, controls=controls))
+        return self._turn_places[shape]
 
     def extend(
         self, conversation: Sequence[Message], new: Sequence[Message], *, sampled: Sequence[int], is_cut: bool

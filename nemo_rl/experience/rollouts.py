@@ -65,6 +65,8 @@ class RolloutSpec:
     """True where the engines are told the keys of their rows, for a recording of their tensors."""
     now: datetime | None = None
     """The time that the chat template sees: that of the run's first start. None: the clock's."""
+    min_reward: float | None = None
+    """`sft.min_reward`."""
 
     @classmethod
     def of(cls, config: MasterConfig, *, now: datetime | None = None) -> RolloutSpec:
@@ -81,6 +83,7 @@ class RolloutSpec:
             names_rows=config.diagnostics.record.has_generation,
             start_timeout_s=config.cluster.worker_start_timeout_s,
             now=now,
+            min_reward=config.sft.min_reward,
         )
 
 

@@ -39,9 +39,10 @@ class StepReport:
 
     step: int
     num_steps: int
-    reward: float
+    reward: float | None
+    """Mean reward of the step's samples; None in supervised training, which shows the loss in its place."""
     val_reward: float | None = None
-    """Mean reward of the validation after this step; None after other steps."""
+    """Mean reward of the validation after this step, or its loss; None after other steps."""
     loss: float | None = None
     """Loss of the step, or None when it had nothing to train on."""
     kl: float | None = None
@@ -157,7 +158,7 @@ class Panel:
         now = self._clock()
         self._durations.append(now - self._step_began)
         self._step_began = now
-        self._rewards.append(report.reward)
+        self._rewards.append(_curve_of(report)[1])
         self._report = report
         if self._live is None:
             self._console.print(step_line(report, self._times().texts(), is_full=self._is_full))
@@ -198,7 +199,7 @@ def duration_text(seconds: float) -> str:
 
 def step_line(report: StepReport, times: Sequence[str] = (), *, is_full: bool = False) -> str:
     width = len(str(report.num_steps))
-    parts = [f"step {report.step:>{width}}/{report.num_steps}", f"reward {report.reward:.3f}"]
+    parts = [f"step {report.step:>{width}}/{report.num_steps}", *_reward(report)]
     parts += [f"{name} {text}" for name, text in _optional_numbers(report, is_full=is_full)]
     parts += [f"{report.tokens_per_s:.0f} tokens/s", *times]
     if not is_full:
@@ -281,6 +282,17 @@ def _stage_text(report: StepReport, name: str) -> str:
     return "/".join(parts)
 
 
+def _reward(report: StepReport) -> list[str]:
+    return [] if report.reward is None else [f"reward {report.reward:.3f}"]
+
+
+def _curve_of(report: StepReport) -> tuple[str, float]:
+    """Return what the curve of the panel shows, and its value in this step."""
+    if report.reward is not None:
+        return "reward", report.reward
+    return "loss", math.nan if report.loss is None else report.loss
+
+
 def _curve(values: Sequence[float]) -> str:
     """Return the rewards as characters, lowest to highest of those shown."""
     finite = [value for value in values if math.isfinite(value)]
@@ -298,8 +310,8 @@ def _draw(
     parts: list[RenderableType] = [_wrapped([*times.texts(), *now])]
     if report is not None:
         optional = _optional_numbers(report, is_full=is_full)
-        numbers = [f"reward {report.reward:.3f}", *(f"{name} {text}" for name, text in optional)]
-        label = f"reward of the last {len(rewards)} steps  "
+        numbers = [*_reward(report), *(f"{name} {text}" for name, text in optional)]
+        label = f"{_curve_of(report)[0]} of the last {len(rewards)} steps  "
         room = max(0, width - _FRAME_WIDTH - len(label))
         parts += [
             _wrapped([*numbers, f"tokens/s {report.tokens_per_s:.0f}"], style="bold"),

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl.algorithms.losses.policy_loss import TokenMeasures, token_weights, weighed
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.models.head.logprobs import negative_log_likelihood
 from nemo_rl.models.policy.interfaces import LossOutput, LossScale
 
-__all__ = ["NLLLoss"]
+__all__ = ["NLLLoss", "supervised_loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,3 +33,9 @@ class NLLLoss:
         measures.number("valid_tokens", weight_NT.sum(dtype=torch.float64))
         metrics = measures.deferred()
         return LossOutput(loss=loss, metrics=metrics, token_losses=weighed(-token_logprobs, weight_NT))
+
+
+def supervised_loss(*, config: LossConfig, prev_field: str) -> NLLLoss:
+    """Return the loss of supervised training, which reads neither."""
+    del config, prev_field
+    return NLLLoss()

@@ -245,6 +245,7 @@ CHECKS: Mapping[str, Check] = {
     "tokenizer": inputs.check_tokenizer,
     "teacher": inputs.check_teacher,
     "prompts": inputs.check_prompts,
+    "conversations": inputs.check_conversations,
     "reward": inputs.check_reward,
     "gold answers": inputs.check_answers,
     "turns": inputs.check_turns,
@@ -259,8 +260,21 @@ CHECKS: Mapping[str, Check] = {
     "memory": check_memory,
     "disk": check_disk,
 }
-NEED_MODEL = ("model", "tokenizer", "teacher", "prompts", "turns", "gold answers", "identity", "memory", "disk")
+NEED_MODEL = (
+    "model",
+    "tokenizer",
+    "teacher",
+    "prompts",
+    "conversations",
+    "turns",
+    "gold answers",
+    "identity",
+    "memory",
+    "disk",
+)
 """Checks that would only repeat that a model's name on the hub leads nowhere."""
+OF_ROLLOUTS = ("teacher", "prompts", "reward", "gold answers", "turns", "identity", "engine")
+"""Checks of what supervised training does not have, or looks at by itself."""
 ALONGSIDE = ("reward",)
 """Checks that wait for their own process, and run alongside the others."""
 
@@ -276,7 +290,11 @@ def preflight(config: MasterConfig, *, is_alone: bool = False) -> MasterConfig:
         UserError: the only one that a check has met.
         PreflightError: all of them, a line each.
     """
-    return run_checks(decide_resume(config), CHECKS, is_alone=is_alone)
+    config = decide_resume(config)
+    if config.sft.enabled:
+        names = [name for name in CHECKS if name not in OF_ROLLOUTS]
+        return run_checks(config.as_supervised, names, is_alone=is_alone)
+    return run_checks(config, [name for name in CHECKS if name != "conversations"], is_alone=is_alone)
 
 
 def run_checks(config: MasterConfig, names: Iterable[str], *, is_alone: bool = False) -> MasterConfig:

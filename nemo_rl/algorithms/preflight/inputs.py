@@ -62,6 +62,7 @@ from nemo_rl.utils.remote_checkpoints import open_checkpoints
 __all__ = [
     "Subject",
     "check_answers",
+    "check_conversations",
     "check_engine",
     "check_identity",
     "check_model",
@@ -192,6 +193,8 @@ def nearest_folder(path: Path) -> Path:
     return path
 
 
+ROWS_LOOKED_AT = 64
+"""Finished conversations that are read before a run starts; all of them are before its first step."""
 PROMPTS_ENCODED = 4
 """Prompts that go through template and tokenizer; all of them do later."""
 MAX_BYTES = 256 * 2**20
@@ -236,6 +239,30 @@ def check_prompts(subject: Subject) -> list[str]:
             lines += _first_prompts(subject, source, where, grpo.prompts_at_once if where == "data.train" else 1)
         except DatasetError as error:
             lines.append(str(error))
+    return lines
+
+
+def check_conversations(subject: Subject) -> list[str]:
+    """The finished conversations of supervised training become rows, of which there are enough for a step."""
+    from nemo_rl.data.finished import finished_encoder, load_finished  # noqa: PLC0415 - a run of GRPO does without
+
+    config, now = subject.config, first_start(subject.resume_from)
+    found = load_finished(
+        config.data,
+        finished_encoder(subject.tokenizer, stop_ids=subject.stop_ids, now=now),
+        max_length=config.policy.max_total_sequence_length,
+        min_reward=config.sft.min_reward,
+        max_rows=None if subject.is_alone else max(ROWS_LOOKED_AT, 2 * config.grpo.num_prompts_per_step),
+    )
+    lines = []
+    if not config.data.train.named and len(found["data.train"].rows) < config.grpo.num_prompts_per_step:
+        lines.append(
+            f"data.train: expected at least policy.train_global_batch_size={config.grpo.num_prompts_per_step} rows, "
+            f"got {len(found['data.train'].rows)}; add rows or lower it"
+        )
+    for where, each in found.items():
+        ids = tuple({token for row in each.rows for token in row.ids})
+        lines += _unknown_tokens(subject, f"tokens of rows of {where}", ids)
     return lines
 
 

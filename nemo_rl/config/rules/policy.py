@@ -204,7 +204,7 @@ def rule_fixed_microbatches_divide(config: MasterConfig) -> Iterator[str]:
 def rule_step_divides_into_global_batches(config: MasterConfig) -> Iterator[str]:
     grpo, batch = config.grpo, config.policy.train_global_batch_size
     samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-    if samples % batch:
+    if samples % batch and not config.sft.enabled:
         yield (
             f"policy.train_global_batch_size: expected a divisor of grpo.num_prompts_per_step x "
             f"num_generations_per_prompt = {samples}, got {batch}"

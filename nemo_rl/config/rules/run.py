@@ -34,6 +34,8 @@ def rule_keys_need_their_switch(config: MasterConfig) -> Iterator[str]:
 def rule_lengths_fit(config: MasterConfig) -> Iterator[str]:
     policy, prompt = config.policy, config.data.max_input_seq_length
     new, total = policy.generation.max_new_tokens, policy.max_total_sequence_length
+    if config.sft.enabled:
+        return
     if new is None and prompt >= total:
         yield (
             f"policy.max_total_sequence_length: {total} leaves no token for the response to a prompt of "
