@@ -41,7 +41,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 # Stamps share one environment, which one pip at a time may write.
 .NOTPARALLEL:
-.PHONY: help starter notebook learn-first demo demo-llm vllm test test-fast test-full walk-docs docs lint types imports wheels configs model-support uplot picture constraints learn-sort same-numbers mutants resume-kills async-kills ledger-kills store-kills replay-draw chaos leaks check-ledger stress-data-plane corrupt-payloads step-trace watch-trait gpu-wheels gpu-setup test-gpu gpu-report clean
+.PHONY: help starter notebook learn-first demo demo-llm demo-sft vllm test test-fast test-full walk-docs docs lint types imports wheels configs model-support uplot picture constraints learn-sort same-numbers mutants resume-kills async-kills ledger-kills store-kills replay-draw chaos leaks check-ledger stress-data-plane corrupt-payloads step-trace watch-trait gpu-wheels gpu-setup test-gpu gpu-report clean
 
 help:
 	@grep -hE '^[a-z0-9%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -153,6 +153,13 @@ demo: $(VENV)/.base $(STARTER)/config.json ## install, make the starter checkpoi
 demo-llm: $(if $(filter vllm,$(ENGINE)),vllm) $(VENV)/.base $(SMOLLM2)/config.json $(SUMS)/sums.jsonl ## GRPO on a pretrained model: SmolLM2-135M adds two numbers; ENGINE=vllm samples with vLLM
 	$(if $(filter torch vllm,$(ENGINE)),,$(error ENGINE: expected torch or vllm, got '$(ENGINE)'))
 	$(BIN)/python examples/run_grpo.py --config examples/smollm2/recipe$(if $(filter vllm,$(ENGINE)),_vllm).yaml $(RUN_ARGS)
+
+demo-sft: $(VENV)/.base $(SMOLLM2)/config.json $(SUMS)/sums.jsonl ## warm start: SmolLM2-135M learns a form from 200 rows, and GRPO goes on from it
+	$(BIN)/python examples/smollm2/make_format_rows.py --data $(SUMS)
+	$(BIN)/nemo-rl sft configs/recipes/sft_smollm2_cpu.yaml $(RUN_ARGS)
+	rm -rf $(SMOLLM2)_sft
+	$(BIN)/nemo-rl export results/sft_smollm2 --out $(SMOLLM2)_sft
+	$(BIN)/nemo-rl train configs/recipes/grpo_smollm2_warm_cpu.yaml $(RUN_ARGS)
 
 vllm: $(VENV)/.vllm ## install vLLM, the rollout engine of larger models
 	$(BIN)/python -c 'import vllm' || { rm -f $(VENV)/.vllm; exit 1; }

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from nemo_rl.algorithms.processes import driver_environment, worker_forks
 from nemo_rl.cli.checkpoints import FoundWeights, export, find_weights, for_evaluation, measure, open_weights
@@ -52,6 +52,8 @@ SPLITS = frozenset({"train", "test", "validation", "val", "dev", "eval"})
 """Names of parts of a dataset, which are not trained on side by side."""
 OF_PROMPTS = ("system_prompt", "prompt_template", "apply_chat_template")
 """Keys of training prompts that hold for held-out ones, too."""
+WARM_ROWS, WARM_RATE = 16, 1e-5
+"""Rows of an optimizer step of a warm start, and its learning rate, where neither is given."""
 _GPU_DRIVER = Path("/dev/nvidiactl")
 _OF_SESSION, _NONE = "nemo_rl.training:train", "nemo_rl.training:no_reward"
 
@@ -69,6 +71,7 @@ def train(
     max_num_steps: int | None = None,
     learning_rate: float | None = None,
     lora: bool | int | Mapping[str, object] = False,
+    warm_start: Prompts | Mapping[str, object] | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> Run:
     """Train a model with GRPO and return the run, once it has ended. docs/python.md is its page.
@@ -84,6 +87,8 @@ def train(
         folder: of all that the run writes; None makes `results/NAME-TIME`.
         name: the NAME in it; None takes the model's.
         lora: train adapters; an integer is their rank, a mapping has keys of `policy.lora`.
+        warm_start: finished conversations that the model is trained on first, in `FOLDER/warm_start`, one epoch of
+            them; or a mapping with them as `data`, and keys of that run's recipe. docs/sft.md is the page.
         settings: any key of a recipe, such as `{"grpo.seed": 3}`.
 
     Raises:
@@ -126,9 +131,16 @@ def train(
         keys = {**of_reward, **keys}
     of_rows = {key: value for rows in sources for key, value in rows.keys.items()}
     keys = {**_defaults(keys), **of_rows, **of_held, **keys}
+    if warm_start is not None:
+        keys["policy.model_name"] = _warm_start(warm_start, keys, out / "warm_start")
     config = _config(keys, code)
     for rows in (*sources, *([] if held is None else [held])):
         rows.write()
+    _run(config)
+    return Run(out, keys, code)
+
+
+def _run(config: MasterConfig) -> None:
     console = make_console()
     for line in adapter_warnings(config.policy):
         console.print(f"warning: {line}", style="yellow", soft_wrap=True)
@@ -138,7 +150,67 @@ def train(
 
         if run(config, console=console, forks=forks).is_interrupted:
             raise KeyboardInterrupt
-    return Run(out, keys, code)
+
+
+def _warm_start(given: Prompts | Mapping[str, object], keys: Mapping[str, object], out: Path) -> str:
+    """Train on finished conversations, and return the folder of the weights.
+
+    Args:
+        keys: of the run that goes on from it; those of model, layout and machine hold here, too.
+    """
+    if keys.get("policy.lora.enabled"):
+        raise ConfigError(
+            f"{CALLED}: warm_start with policy.lora: GRPO would train a new adapter beside the one of the warm start; "
+            "leave lora out, or export the warm start and merge it first"
+        )
+    own = _dotted({name: value for name, value in given.items() if name != "data"}) if _is_settings(given) else {}
+    data: Any = given["data"] if _is_settings(given) else given
+    of_rows = {} if data is None else _place(data, "data.train") if isinstance(data, str | Path) else {}
+    file = out / "prompts" / "train.jsonl"
+    if not of_rows:
+        of_rows = {"data.train.dataset_name": "jsonl", "data.train.data_path": str(file)}
+        _write_rows(data, file)
+    shared = ("policy.", "cluster.", "data_plane.", "logger.")
+    left_out = (
+        "policy.generation.",
+        "policy.optimizer.",
+        "policy.scheduler.",
+        "policy.router_replay.",
+        "logger.log_dir",
+    )
+    kept = {key: value for key, value in keys.items() if key.startswith(shared) and not key.startswith(left_out)}
+    config = _config(
+        {
+            **kept,
+            "sft.enabled": True,
+            "logger.log_dir": str(out),
+            "policy.train_global_batch_size": WARM_ROWS,
+            "policy.optimizer.kwargs.lr": WARM_RATE,
+            "grpo.max_num_epochs": 1,
+            "data.validation": None,
+            "checkpointing.save_optimizer": False,
+            **of_rows,
+            **own,
+        },
+        None,
+    )
+    _run(config)
+    return find_weights(str(out), None).model
+
+
+def _is_settings(given: object) -> TypeGuard[Mapping[str, object]]:
+    return isinstance(given, Mapping)
+
+
+def _write_rows(rows: Iterable[Mapping[str, object]], file: Path) -> None:
+    from nemo_rl.data.datasets import json_value  # noqa: PLC0415 - imports transformers
+
+    try:
+        lines = [json.dumps(json_value(row), ensure_ascii=False) + "\n" for row in rows]
+    except (TypeError, ValueError) as error:
+        raise DatasetError(f"{CALLED}: warm_start: {error}") from error
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, "".join(lines))
 
 
 def no_reward(prompt: str, response: str, answer: object) -> float:

@@ -133,12 +133,12 @@ def _train(config: MasterConfig, console: Console) -> int:
 
 def _look(config: MasterConfig, console: Console, recipe: Path) -> None:
     """Check everything that can be known before a run."""
-    from nemo_rl.algorithms.preflight.checks import CHECKS, preflight  # noqa: PLC0415
+    from nemo_rl.algorithms.preflight.checks import checks_of, preflight  # noqa: PLC0415
     from nemo_rl.algorithms.preflight.inputs import turn_lines  # noqa: PLC0415
 
     for line in turn_lines(preflight(config, is_alone=True)):
         console.print(line, markup=False, soft_wrap=True)
-    console.print(f"{recipe}: ok: {', '.join(CHECKS)}")
+    console.print(f"{recipe}: ok: {', '.join(checks_of(config))}")
 
 
 def _folders(config: MasterConfig) -> dict[str, Path]:

@@ -44,6 +44,7 @@ PAGES = (
         "docs/environments.md",
         "docs/lora.md",
         "docs/data.md",
+        "docs/sft.md",
         "docs/algorithms.md",
         "docs/model_support.md",
         "docs/vision.md",

@@ -50,6 +50,7 @@ __all__ = [
     "check_memory",
     "check_run_folder",
     "check_storage",
+    "checks_of",
     "decide_resume",
     "preflight",
     "run_checks",
@@ -275,6 +276,8 @@ NEED_MODEL = (
 """Checks that would only repeat that a model's name on the hub leads nowhere."""
 OF_ROLLOUTS = ("teacher", "prompts", "reward", "gold answers", "turns", "identity", "engine")
 """Checks of what supervised training does not have, or looks at by itself."""
+OF_CONVERSATIONS = ("conversations",)
+"""Checks of supervised training alone."""
 ALONGSIDE = ("reward",)
 """Checks that wait for their own process, and run alongside the others."""
 
@@ -290,11 +293,14 @@ def preflight(config: MasterConfig, *, is_alone: bool = False) -> MasterConfig:
         UserError: the only one that a check has met.
         PreflightError: all of them, a line each.
     """
-    config = decide_resume(config)
-    if config.sft.enabled:
-        names = [name for name in CHECKS if name not in OF_ROLLOUTS]
-        return run_checks(config.as_supervised, names, is_alone=is_alone)
-    return run_checks(config, [name for name in CHECKS if name != "conversations"], is_alone=is_alone)
+    config, names = decide_resume(config), checks_of(config)
+    return run_checks(config.as_supervised if config.sft.enabled else config, names, is_alone=is_alone)
+
+
+def checks_of(config: MasterConfig) -> tuple[str, ...]:
+    """Return the names of the checks of a run."""
+    others = OF_ROLLOUTS if config.sft.enabled else OF_CONVERSATIONS
+    return tuple(name for name in CHECKS if name not in others)
 
 
 def run_checks(config: MasterConfig, names: Iterable[str], *, is_alone: bool = False) -> MasterConfig:
