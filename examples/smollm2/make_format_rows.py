@@ -1,4 +1,4 @@
-"""Writes 200 finished conversations in which sums are answered in a fixed form: what `make demo-sft` trains on first."""
+"""Writes 200 finished conversations in which sums are answered in a fixed form, for `make demo-sft`."""
 
 from __future__ import annotations
 

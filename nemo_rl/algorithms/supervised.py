@@ -41,8 +41,8 @@ __all__ = ["FinishedHandle", "HeldOutLoss", "NoEngines", "supervised_metrics"]
 
 HELD_OUT = "validation"
 """Partition of held-out rows."""
-NOT_MEASURED = ("train/reward", "train/reward_std", "rollout/")
-"""Metrics of rewards and samplers, or the beginning of their names; there are neither."""
+SAMPLERS, REWARDS = "rollout/", ("/reward", "/reward_std")
+"""Beginning of the names of metrics of samplers, and ends of those of rewards; there are neither."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,4 +135,5 @@ class NoEngines(WeightSync):
 
 def supervised_metrics(step: StepState) -> dict[str, float]:
     """Return the metrics of a step, without those of rewards and samplers."""
-    return {name: value for name, value in step_metrics(step).items() if not name.startswith(NOT_MEASURED)}
+    found = step_metrics(step)
+    return {name: found[name] for name in found if not (name.startswith(SAMPLERS) or name.endswith(REWARDS))}

@@ -73,8 +73,21 @@ class FinishedWorker(RolloutWorker):
             num_skipped_prompts=sum(each.num_overlong for each in found.values()),
             skipped=tuple(f"{where}: {line}" for where, each in found.items() for line in each.skipped),
             identity=identity | tokenizer_identity(self._tokenizer, stop_ids=self._stop_ids),
-            remarks=tuple(line for each in found.values() for line in each.remarks),
+            remarks=(*(line for each in found.values() for line in each.remarks), *self._steps()),
         )
+
+    def _steps(self) -> list[str]:
+        """Return a line about the steps that the epochs give, where that many are not what the recipe says."""
+        grpo, data = self._spec.grpo, self._spec.data
+        if grpo.max_num_epochs is None or data.train.named:
+            return []
+        num_rows = len(self._finished["data.train"].rows) * grpo.max_num_epochs
+        steps, left = divmod(num_rows, grpo.num_prompts_per_step)
+        told = [f"{left} rows fill no step"] if left else []
+        if steps != grpo.max_num_steps:
+            told.append(f"grpo.max_num_steps is {grpo.max_num_steps}, which the learning rate goes by")
+        epochs = f"grpo.max_num_epochs={grpo.max_num_epochs}"
+        return [f"data.train: {steps} steps with {epochs}: {'; '.join(told)}"] if told else []
 
     def held_out(self) -> Mapping[str, range]:
         """Return the numbers of the rows of each held-out set, by its name."""

@@ -20,7 +20,10 @@ from nemo_rl.data.messages import PromptEncoder
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.errors import CheckpointError, ConfigError, UserError
 from nemo_rl.models.hf.loading import load_causal_lm
+from nemo_rl.training import train
 from nemo_rl.utils.rollout_file import rollout_path
+from nemo_rl.utils.trackers import read_metrics
+from tests.helpers.rewards import odd_share
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 from tests.helpers.tiny_model import write_tiny_folder
 
@@ -158,6 +161,29 @@ def test_grpo_goes_on_with_the_template_that_was_trained(model: Path, tmp_path: 
 def test_what_it_does_not_read_is_refused(override: str, problem: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=problem):
         load_config(recipe_of(tmp_path, model), [override])
+
+
+def test_train_goes_on_from_finished_conversations(model: Path, tmp_path: Path) -> None:
+    """The second run starts with the weights that the first one has left."""
+    said = [{"prompt": f"sort {n}", "completion": "".join(sorted(str(n)))} for n in range(100, 132)]
+    small = {"cluster.launcher": "local", "policy.max_total_sequence_length": 48, "data.max_input_seq_length": 32}
+    given: dict[str, object] = {
+        "prompts": [{"prompt": f"sort {n}", "answer": str(n)} for n in range(200, 216)],
+        "reward": odd_share,
+        "num_prompts_per_step": 4,
+        "num_generations_per_prompt": 2,
+        "max_num_steps": 1,
+        "settings": {**small, "policy.generation.max_new_tokens": 6},
+    }
+    first_stage = {"data": said, "grpo.max_num_epochs": 2, "policy.optimizer.kwargs.lr": 1e-2}
+    warm = train(model, folder=tmp_path / "run", warm_start=first_stage, **given)
+    first = [row for row in read_metrics(warm.folder / "warm_start" / "metrics.jsonl") if "train/loss" in row]
+    assert len(first) == 4 and first[-1]["train/loss"] < first[0]["train/loss"]
+    recipe = yaml.safe_load((warm.folder / "config.yaml").read_text())
+    started_from = Path(recipe["policy"]["model_name"])
+    assert started_from.is_relative_to(warm.folder / "warm_start") and (started_from / "model.safetensors").is_file()
+    with pytest.raises(ConfigError, match="warm_start with policy.lora"):
+        train(model, folder=tmp_path / "lora", warm_start=said, lora=True, **given)
 
 
 def test_min_reward_needs_its_switch(model: Path, tmp_path: Path) -> None:
