@@ -45,8 +45,7 @@ from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.experience.rollout_handle import RolloutHandle
 from nemo_rl.experience.rollouts import RolloutSpec
 from nemo_rl.models.policy.tq_policy import TQPolicy
-from nemo_rl.models.weight_sync.base import WeightSync
-from nemo_rl.models.weight_sync.factory import weight_sync_of
+from nemo_rl.models.weight_sync.factory import WeightSync, weight_sync_of
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.deadlines import StartUp
 from nemo_rl.utils.logger import Logger, build_logger

@@ -228,9 +228,9 @@ def _worker_spec(config: MasterConfig, rank: RankSpec) -> WorkerSpec:
 
 
 def planned_stages(config: MasterConfig) -> dict[str, int]:
-    """Return the bytes of a GPU by stage, as `nemo-rl plan` counts them; empty on CPUs, and without a plan. With
-    `gradient_accumulation: auto` gradients count whole."""
-    if config.cluster.gpus_per_node == 0:
+    """Return the bytes of a GPU by stage, as `nemo-rl plan` counts them; empty on CPUs, and without a plan, which
+    supervised training has none of. With `gradient_accumulation: auto` gradients count whole."""
+    if config.cluster.gpus_per_node == 0 or config.sft.enabled:
         return {}
     sizes = config.policy.dtensor_cfg
     if sizes.gradient_accumulation == "auto":

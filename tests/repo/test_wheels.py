@@ -187,7 +187,7 @@ def test_the_core_alone_says_what_to_install(wheels: tuple[Path, Path], tmp_path
     folder = installed(tmp_path / "core", wheels[0])
     shown = nemo_rl(folder, "--help")
     assert shown.returncode == 0, shown.stderr
-    assert listed(shown.stdout) == {"train", "init", "launch", "data-plane", "eval", "export"}
+    assert listed(shown.stdout) == {"train", "sft", "init", "launch", "data-plane", "eval", "export"}
     from_python = run(folder, "-c", "from nemo_rl import Run, train; print(train.__module__, Run.__name__)")
     assert from_python.stdout == "nemo_rl.training Run\n", from_python.stderr
     refused = nemo_rl(folder, "plan recipe.yaml")

@@ -21,7 +21,7 @@ from nemo_rl.algorithms.preflight import inputs
 from nemo_rl.algorithms.preflight.inputs import Subject, nearest_folder, with_teacher_folder
 from nemo_rl.algorithms.preflight.model_check import packs
 from nemo_rl.algorithms.processes import logical_cpus, num_engine_bundles, too_few_cpus
-from nemo_rl.algorithms.run_folder import CONFIG_FILE, run_folders, saved_steps, used_folder_problems
+from nemo_rl.algorithms.run_folder import CONFIG_FILE, first_start, run_folders, saved_steps, used_folder_problems
 from nemo_rl.config.base import AUTO
 from nemo_rl.config.load import load_config
 from nemo_rl.config.policy import PolicyConfig
@@ -43,6 +43,7 @@ __all__ = [
     "CHECKS",
     "busy_machine",
     "check_checkpoint",
+    "check_conversations",
     "check_cpus",
     "check_disk",
     "check_folders",
@@ -64,6 +65,8 @@ BUSY_LOAD = 0.75
 WORKERS_PER_CORE, FEW_WORKERS = 16, 64
 """More processes than that on a core are a slip; on any machine so many are believed."""
 PARAMETER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 4
+ROWS_LOOKED_AT = 64
+"""Finished conversations that are read before a run starts; all of them are before its first step."""
 LOG_BYTES = 16 * 2**20
 """Bytes of logs, rollouts and TensorBoard files of a short run."""
 
@@ -207,6 +210,30 @@ def check_checkpoint(subject: Subject) -> list[str]:
     )
 
 
+def check_conversations(subject: Subject) -> list[str]:
+    """The finished conversations of supervised training become rows, of which there are enough for a step."""
+    from nemo_rl.data.finished import finished_encoder, load_finished  # noqa: PLC0415 - a run of GRPO does without
+
+    config, now = subject.config, first_start(subject.resume_from)
+    found = load_finished(
+        config.data,
+        finished_encoder(subject.tokenizer, stop_ids=subject.stop_ids, now=now),
+        max_length=config.policy.max_total_sequence_length,
+        min_reward=config.sft.min_reward,
+        max_rows=None if subject.is_alone else max(ROWS_LOOKED_AT, 2 * config.grpo.num_prompts_per_step),
+    )
+    lines = []
+    if not config.data.train.named and len(found["data.train"].rows) < config.grpo.num_prompts_per_step:
+        lines.append(
+            f"data.train: expected at least policy.train_global_batch_size={config.grpo.num_prompts_per_step} rows, "
+            f"got {len(found['data.train'].rows)}; add rows or lower it"
+        )
+    for where, each in found.items():
+        ids = tuple({token for row in each.rows for token in row.ids})
+        lines += inputs.unknown_tokens(subject, f"tokens of rows of {where}", ids)
+    return lines
+
+
 def _folder_problem(key: str, folder: Path) -> list[str]:
     try:
         found = nearest_folder(folder)
@@ -246,7 +273,7 @@ CHECKS: Mapping[str, Check] = {
     "tokenizer": inputs.check_tokenizer,
     "teacher": inputs.check_teacher,
     "prompts": inputs.check_prompts,
-    "conversations": inputs.check_conversations,
+    "conversations": check_conversations,
     "reward": inputs.check_reward,
     "gold answers": inputs.check_answers,
     "turns": inputs.check_turns,

@@ -62,7 +62,6 @@ from nemo_rl.utils.remote_checkpoints import open_checkpoints
 __all__ = [
     "Subject",
     "check_answers",
-    "check_conversations",
     "check_engine",
     "check_identity",
     "check_model",
@@ -78,6 +77,7 @@ __all__ = [
     "nearest_folder",
     "too_few_prompts",
     "turn_lines",
+    "unknown_tokens",
     "with_teacher_folder",
 ]
 
@@ -193,8 +193,6 @@ def nearest_folder(path: Path) -> Path:
     return path
 
 
-ROWS_LOOKED_AT = 64
-"""Finished conversations that are read before a run starts; all of them are before its first step."""
 PROMPTS_ENCODED = 4
 """Prompts that go through template and tokenizer; all of them do later."""
 MAX_BYTES = 256 * 2**20
@@ -220,7 +218,7 @@ def check_optimizer(subject: Subject) -> list[str]:
 
 def check_tokenizer(subject: Subject) -> list[str]:
     """It loads, and the model knows the tokens that end a response."""
-    return _unknown_tokens(subject, "tokens that end a response", subject.stop_ids)
+    return unknown_tokens(subject, "tokens that end a response", subject.stop_ids)
 
 
 def check_prompts(subject: Subject) -> list[str]:
@@ -232,37 +230,13 @@ def check_prompts(subject: Subject) -> list[str]:
             lines.append(too_few_prompts(grpo, len(subject.prompt_sets["data.train"])))
         for where, found in subject.prompt_sets.items():
             ids = tuple({token for prompt in found.prompts for token in prompt.ids})
-            lines += _unknown_tokens(subject, f"tokens of prompts of {where}", ids)
+            lines += unknown_tokens(subject, f"tokens of prompts of {where}", ids)
         return lines
     for where, source in data.sections.items():
         try:
             lines += _first_prompts(subject, source, where, grpo.prompts_at_once if where == "data.train" else 1)
         except DatasetError as error:
             lines.append(str(error))
-    return lines
-
-
-def check_conversations(subject: Subject) -> list[str]:
-    """The finished conversations of supervised training become rows, of which there are enough for a step."""
-    from nemo_rl.data.finished import finished_encoder, load_finished  # noqa: PLC0415 - a run of GRPO does without
-
-    config, now = subject.config, first_start(subject.resume_from)
-    found = load_finished(
-        config.data,
-        finished_encoder(subject.tokenizer, stop_ids=subject.stop_ids, now=now),
-        max_length=config.policy.max_total_sequence_length,
-        min_reward=config.sft.min_reward,
-        max_rows=None if subject.is_alone else max(ROWS_LOOKED_AT, 2 * config.grpo.num_prompts_per_step),
-    )
-    lines = []
-    if not config.data.train.named and len(found["data.train"].rows) < config.grpo.num_prompts_per_step:
-        lines.append(
-            f"data.train: expected at least policy.train_global_batch_size={config.grpo.num_prompts_per_step} rows, "
-            f"got {len(found['data.train'].rows)}; add rows or lower it"
-        )
-    for where, each in found.items():
-        ids = tuple({token for row in each.rows for token in row.ids})
-        lines += _unknown_tokens(subject, f"tokens of rows of {where}", ids)
     return lines
 
 
@@ -443,7 +417,7 @@ def _first_prompts(subject: Subject, source: DatasetConfig, where: str, needed: 
         messages = prompt_messages(
             shown, system_prompt=source.system_prompt, prompt_template=source.prompt_template, history=raw.history
         )
-        lines += _unknown_tokens(subject, f"tokens of a prompt of {where}", encoder.encode(messages))
+        lines += unknown_tokens(subject, f"tokens of a prompt of {where}", encoder.encode(messages))
     return list(dict.fromkeys(lines))
 
 
@@ -467,7 +441,7 @@ def too_few_prompts(grpo: GRPOConfig, found: int) -> str:
     )
 
 
-def _unknown_tokens(subject: Subject, what: str, ids: tuple[int, ...]) -> list[str]:
+def unknown_tokens(subject: Subject, what: str, ids: tuple[int, ...]) -> list[str]:
     size = subject.model_config.get_text_config().vocab_size
     unknown = [token for token in ids if token >= size]
     if not unknown:
