@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import Field
 
 from nemo_rl.config.base import AUTO, Section
-from nemo_rl.config.data import DataConfig, DatasetConfig
+from nemo_rl.config.data import CurriculumConfig, DataConfig, DatasetConfig
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.distillation import teacher_policy
 from nemo_rl.config.env import EnvConfig, ExperienceConfig
@@ -139,6 +139,7 @@ class MasterConfig(Section):
             update={
                 "grpo": grpo,
                 "loss_fn": loss,
+                "data": self.data.model_copy(update={"curriculum": CurriculumConfig()}),
                 "policy": policy.model_copy(update={"generation": generation, "router_replay": RouterReplayConfig()}),
                 "env": EnvConfig(),
                 "experience": ExperienceConfig(),

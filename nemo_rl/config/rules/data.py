@@ -87,6 +87,8 @@ def rule_sources_have_shares(config: MasterConfig) -> Iterator[str]:
 
 def rule_curriculum_fits_the_run(config: MasterConfig) -> Iterator[str]:
     data, grpo, curriculum, switch = config.data, config.grpo, config.data.curriculum, "data.curriculum"
+    if config.sft.enabled:
+        return
     if not curriculum.is_on:
         keys, because = ["options", "passed_at", "smoothing", "recent_groups"], "no rule is set"
         yield from would_be_ignored(curriculum, switch, keys, switch=switch, because=because)

@@ -50,11 +50,11 @@ def would_be_ignored(
     for name in names:
         value, field = getattr(section, name), type(section).model_fields[name]
         key = f"{prefix}.{field.alias or name}"
-        if isinstance(value, Section):
+        default = field.get_default(call_default_factory=True)
+        if isinstance(value, Section) and default is not None:
             inside = type(value).model_fields
             lines += would_be_ignored(value, key, inside, switch=switch, because=because)
             continue
-        default = field.get_default(call_default_factory=True)
         if value != default:
             shown = f"{value!r} " if isinstance(value, (str, int, float, bool)) else ""
             lines.append(Ignored(key, shown, switch=switch, because=because))

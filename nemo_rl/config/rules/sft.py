@@ -30,6 +30,7 @@ def rule_supervised_training_reads_its_own_keys(config: MasterConfig) -> Iterato
         (policy.router_replay, "policy.router_replay", ()),
         (config.diagnostics.keep_steps, "diagnostics.keep_steps", ()),
         (config.data_plane.durable, "data_plane.durable", ()),
+        (data.curriculum, "data.curriculum", ()),
     ]
     for section, prefix, read in parts:
         names = [name for name in type(section).model_fields if name not in read]

@@ -354,6 +354,20 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "data.curriculum.gates.b.after: b after a after b never opens",
         ),
     ],
+    "rule_supervised_training_reads_its_own_keys": [
+        (("sft.min_reward=0.5",), "sft.min_reward: 0.5 would be ignored, because sft.enabled is false"),
+        (("sft.enabled=true", "grpo.num_generations_per_prompt=3"), "grpo.num_generations_per_prompt: 3 would be"),
+        (("sft.enabled=true", "data.curriculum.window={}"), "data.curriculum.window: would be ignored, because sft"),
+        (("sft.enabled=true", "data.train.env={name: sort}"), "data.train.env"),
+    ],
+    "rule_supervised_training_has_text_and_a_template": [
+        (
+            ("sft.enabled=true", "data.train.apply_chat_template=false"),
+            "data.train.apply_chat_template: false with sft",
+        ),
+        (("sft.enabled=true", "data.train.image_key=picture"), "data.train.image_key: sft.enabled trains text alone"),
+        (("sft.enabled=true", "diagnostics.tracer.enabled=true"), "the live tracer does not follow sft.enabled yet"),
+    ],
     "rule_custom_reward_needs_a_function": [
         (("env.name=custom",), "env.reward_function: must be set"),
         (("env.reward_function=a:b",), "env.reward_function: 'a:b' would be ignored"),
