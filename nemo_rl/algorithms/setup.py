@@ -29,7 +29,7 @@ from nemo_rl.algorithms.run_folder import (
     write_config,
 )
 from nemo_rl.algorithms.saver import build_checkpoints, checkpoint_to_resume
-from nemo_rl.algorithms.sources import FollowedSchedule, build_source
+from nemo_rl.algorithms.sources import FollowedSchedule, build_source, loss_weights
 from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, extras_of, stage_columns
 from nemo_rl.algorithms.stages.stage import StageTools, StepState
@@ -225,7 +225,7 @@ def _parts(
         config.loss_fn,
         settings=settings,
         logger=config.logger,
-        loss_weights=config.data.loss_weights,
+        loss_weights=loss_weights(config.data),
         client=client,
         policy=policy,
         rollout=rollout,

@@ -26,7 +26,7 @@ from nemo_rl.experience.rollout_handle import RolloutHandle
 from nemo_rl.experience.rollout_records import RolloutInfo
 from nemo_rl.models.weight_sync.base import WeightSync
 
-__all__ = ["FollowedSchedule", "build_source"]
+__all__ = ["FollowedSchedule", "build_source", "loss_weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +121,16 @@ def _candidates(config: GRPOConfig, data: DataConfig, sizes: Sequence[int]) -> P
     if num_prompts < config.prompts_at_once:
         raise DatasetError(too_few_prompts(config, num_prompts))
     return PromptSampler(num_prompts, seed=config.seed, shuffle=data.shuffle, max_num_epochs=config.max_num_epochs)
+
+
+def loss_weights(data: DataConfig) -> dict[str, float]:
+    """Return the weight of each source of prompts in the loss; none where all have the same."""
+    weights = {name: _loss_weight(source) for name, source in data.train.named.items()}
+    return weights if len(set(weights.values())) > 1 else {}
+
+
+def _loss_weight(source: SourceConfig) -> float:
+    return source.loss_weight
 
 
 def _mixed(name: str, source: SourceConfig, first: int, num_prompts: int) -> MixedSource:

@@ -305,12 +305,6 @@ class DataConfig(Section):
         return {**named} or {self.train_key(""): self.train}
 
     @property
-    def loss_weights(self) -> dict[str, float]:
-        """Return the weight of each source in the loss; none where all have the same."""
-        weights = {name: source.loss_weight for name, source in self.train.named.items()}
-        return weights if len(set(weights.values())) > 1 else {}
-
-    @property
     def sections(self) -> dict[str, DatasetConfig]:
         """Return all sources of prompts by the dotted path of their sections, those of training first."""
         return self.sources | {self.held_out_key(name): source for name, source in self.held_out.items()}
