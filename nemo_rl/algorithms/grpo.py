@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 
-LEFT_OUT = "conversation was not scored (experience.conversation.endings)"
+LEFT_OUT = "conversation was not scored (experience.conversation.endings, or env.judges)"
 VOID = "turn without text and without a call (experience.conversation.drop_void_turns)"
 EQUAL = "equal rewards in its group"
 CUT = "truncated response (grpo.overlong_filtering)"

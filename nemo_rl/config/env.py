@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
 
 from nemo_rl.config.base import ListOptions, Options, Section
+from nemo_rl.config.judges import JudgeConfig
 from nemo_rl.config.parts import CALL_FORMATS, ENVIRONMENTS, PROGRAM, TOOLS
 
 __all__ = [
@@ -98,6 +99,7 @@ class EnvConfig(Section):
 
     name: Annotated[str, ENVIRONMENTS] = "math"
     """`sort`: exact match; `reasoning_gym`: the task's own score; `math`: math-verify; `custom`: your function;
+    `judge`: models that are asked (`judges`), and your function beside them if there is one;
     with turns: `guess`, `sliding_puzzle`, `calculator_task`, `reasoning_gym_turns`; `program`: a program that asks for
     turns; or `module:Class` of an environment of your own, see docs/environments.md."""
     options: ListOptions = Field(default_factory=dict)
@@ -110,9 +112,16 @@ class EnvConfig(Section):
     weights the components are added up."""
     reward_batch_size: PositiveInt | None = None
     """Largest list of prompts, responses and answers that a custom reward is given; null: one response at a time."""
+    judges: dict[str, JudgeConfig] = Field(default_factory=dict)
+    """Models that are asked for scores, by names of yours; each score is a component of the reward. See
+    docs/judges.md."""
+    gates: dict[str, FiniteFloat] = Field(default_factory=dict)
+    """Components that come first, with the least value that opens the gate: below it the later components count 0,
+    and their judges are not asked. For `judge`."""
     preflight_reward: bool = True
     """Call `reward_function` once before the run, with the first row of `data.train` and an empty response: an
-    exception, no finite number, or no answer within `timeout_s` refuses the run."""
+    exception, no finite number, or no answer within `timeout_s` refuses the run. Judges are given four responses: no
+    verdict that can be read refuses the run, equal verdicts are a warning."""
     timeout_s: PositiveFloat = 10.0
     """Wall-clock limit of one call of the reward, that is of one response or one batch; past it the scorer's process is
     ended, and the responses of a batch are scored one by one, each with this limit."""
@@ -167,6 +176,8 @@ class Ending(StrEnum):
     """No engine could sample a turn."""
     CANCELLED = "cancelled"
     """The group was given up, or the run ended."""
+    JUDGE_ERROR = "judge_error"
+    """A judge gave no verdict on the response; `env.judges.NAME.on_failure` decides on the row."""
 
 
 EndingPolicy = Literal["score", "leave_out", "retry"]

@@ -30,6 +30,7 @@ __all__ = [
     "ENVIRONMENTS",
     "GENERATED_DATASETS",
     "HUB_NAME",
+    "JUDGE",
     "LOSSES",
     "PROGRAM",
     "SELECTIONS",
@@ -235,6 +236,8 @@ TURN_ENVIRONMENTS: Mapping[str, str] = {
 """Built-in environments with turns: `TurnEnvironment`s, made with `env.options`; the others only score."""
 PROGRAM = "program"
 """The environment whose conversations a program drives; `env.options.command` is its command."""
+JUDGE = "judge"
+"""The environment whose rewards are verdicts of `env.judges`."""
 ENVIRONMENTS = PluginKind(
     what="an environment",
     builtin={
@@ -244,6 +247,7 @@ ENVIRONMENTS = PluginKind(
         "reasoning_gym": "nemo_rl.environments.process_environment:reasoning_gym_environment",
         "math": "nemo_rl.environments.process_environment:math_environment",
         "custom": "nemo_rl.environments.process_environment:custom_environment",
+        JUDGE: "nemo_rl.environments.judges.environment:judge_environment",
     },
 )
 TOOLS = PluginKind(

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from nemo_rl.data.datasets import Prompt
+from nemo_rl.utils.metrics import Reduction
 
-__all__ = ["ChecksAnswers", "EnvReport", "Environment", "Response"]
+__all__ = ["ChecksAnswers", "EnvReport", "Environment", "HasSource", "Response", "WaitsForOthers"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +44,10 @@ class EnvReport:
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict)
     """Values of `data.extra_columns` whose source is the environment: one per row, a tensor, an array, nested lists of
     numbers, or JSON-like for a column of objects."""
+    unscored: tuple[str, ...] = ()
+    """Reason of each row that has no reward, and counts nowhere; empty for a row that has one, and where all have."""
+    metrics: Mapping[str, Reduction] = field(default_factory=dict)
+    """What a run logs of the call under `rollout/`."""
     printed: tuple[str, ...] = ()
     """Lines for the person at the terminal: what the reward printed, cut to a few."""
 
@@ -69,3 +74,20 @@ class ChecksAnswers(Protocol):
 
     def answer_problems(self, prompts: Sequence[Prompt]) -> list[str | None]:
         """Return why the gold answer of each prompt cannot be read; None where it can."""
+
+
+@runtime_checkable
+class WaitsForOthers(Protocol):
+    """An environment that waits for others, such as judges: its `score` may be called from several threads, and rows
+    that have none of its rewards are `unscored`."""
+
+    overlaps: bool
+
+
+@runtime_checkable
+class HasSource(Protocol):
+    """An environment whose rewards have an identity: runs of another one are not resumed."""
+
+    @property
+    def source(self) -> str:
+        """Return a text, or a digest, that changes with the rewards."""

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl.config.env import EnvConfig
-from nemo_rl.config.parts import ENVIRONMENTS, PROGRAM
+from nemo_rl.config.parts import ENVIRONMENTS, JUDGE, PROGRAM
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.reasoning_gym_wrapper import has_reasoning_gym
-from nemo_rl.environments.interfaces import Environment, EnvReport, Response
+from nemo_rl.environments.interfaces import Environment, EnvReport, HasSource, Response
 from nemo_rl.environments.rewards import answer_problem, exact_match, has_math_verify
 from nemo_rl.environments.scorer_pool import Score, ScoreOutcome, ScorerItem, ScorerPool, ScorerSpec
 from nemo_rl.errors import ConfigError, RewardError, name_some
@@ -300,9 +300,9 @@ def build_environment(cfg: EnvConfig, *, start_timeout_s: float, log_file: Path 
 
 def reward_identity(cfg: EnvConfig, environment: Environment) -> str:
     """Return the name of a built-in reward; of one of the user's, a digest of its source."""
-    if cfg.name not in ("custom", PROGRAM) and ENVIRONMENTS.is_builtin(cfg.name):
+    if cfg.name not in ("custom", JUDGE, PROGRAM) and ENVIRONMENTS.is_builtin(cfg.name):
         return cfg.name
-    if isinstance(environment, ProcessEnvironment):
+    if isinstance(environment, HasSource):
         return f"{cfg.name}:{environment.source}"
     file = inspect.getsourcefile(type(environment))
     source = b"" if file is None else Path(file).read_bytes()

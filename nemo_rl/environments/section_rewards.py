@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from threading import Lock
 
 from nemo_rl.config.env import EnvConfig
 from nemo_rl.data.datasets import Prompt
-from nemo_rl.environments.interfaces import ChecksAnswers, Environment, EnvReport, Response
+from nemo_rl.environments.interfaces import ChecksAnswers, Environment, EnvReport, Response, WaitsForOthers
 from nemo_rl.environments.process_environment import build_environment, reward_identity
 from nemo_rl.errors import RewardError
+from nemo_rl.utils.metrics import merge_metrics
 
 __all__ = ["SectionRewards", "build_rewards"]
 
@@ -31,9 +33,13 @@ class SectionRewards:
         environments: by the dotted path of their sections, such as `env` and `data.train.math.env`.
     """
 
+    _calls_at_once = 1
+
     def __init__(self, environments: Mapping[str, Environment]) -> None:
         self._environments = environments
-        self._pool = ThreadPoolExecutor(max_workers=len(environments), thread_name_prefix="rewards")
+        self._pool = ThreadPoolExecutor(self._calls_at_once * len(environments), thread_name_prefix="rewards")
+        waiting = {id(each) for each in environments.values() if isinstance(each, WaitsForOthers)}
+        self._locks = {id(each): Lock() for each in environments.values() if id(each) not in waiting}
 
     def of(self, section: str) -> Environment:
         """Return the environment of the rows of a section of `data`."""
@@ -51,10 +57,16 @@ class SectionRewards:
         for row, environment in enumerate(found):
             rows.setdefault(id(environment), []).append(row)
         calls = [
-            self._pool.submit(found[own[0]].score, [prompts[row] for row in own], [responses[row] for row in own])
+            self._pool.submit(
+                self._score, found[own[0]], [prompts[row] for row in own], [responses[row] for row in own]
+            )
             for own in rows.values()
         ]
         return _merged(list(zip(rows.values(), [call.result() for call in calls], strict=True)), len(prompts))
+
+    def _score(self, environment: Environment, prompts: Sequence[Prompt], responses: Sequence[Response]) -> EnvReport:
+        with self._locks.get(id(environment), nullcontext()):
+            return environment.score(prompts, responses)
 
     def answer_problems(self, prompts: Sequence[Prompt]) -> list[str | None]:
         """Return why the gold answer of each prompt cannot be read; None where it can."""
@@ -70,6 +82,14 @@ class SectionRewards:
             environment.shutdown()
 
 
+class WaitingSectionRewards(SectionRewards):
+    """`SectionRewards` some of which wait for others."""
+
+    _calls_at_once = 64
+    overlaps = True
+    """See `WaitsForOthers`."""
+
+
 def _merged(reports: Sequence[tuple[Sequence[int], EnvReport]], count: int) -> EnvReport:
     """Return the reports of parts of the rows as one.
 
@@ -80,6 +100,7 @@ def _merged(reports: Sequence[tuple[Sequence[int], EnvReport]], count: int) -> E
     names = dict.fromkeys(name for _, report in reports for name in report.components)
     components = {name: [math.nan] * count for name in names}
     columns: dict[str, list[object]] = {name: [None] * count for _, report in reports for name in report.columns}
+    unscored = [""] * count
     for rows, report in reports:
         if report.columns.keys() != columns.keys():
             raise RewardError(
@@ -92,11 +113,15 @@ def _merged(reports: Sequence[tuple[Sequence[int], EnvReport]], count: int) -> E
                 components[name][row] = part[place]
             for name, values in report.columns.items():
                 columns[name][row] = values[place]
+            if report.unscored:
+                unscored[row] = report.unscored[place]
     return EnvReport(
         rewards=tuple(rewards),
         components={name: tuple(part) for name, part in components.items()},
         num_timeouts=sum(report.num_timeouts for _, report in reports),
         columns=columns,
+        unscored=tuple(unscored) if any(report.unscored for _, report in reports) else (),
+        metrics=merge_metrics(report.metrics for _, report in reports),
         printed=tuple(line for _, report in reports for line in report.printed),
     )
 
@@ -123,4 +148,6 @@ def build_rewards(
     identities = {path: reward_identity(sections[path], environment) for path, environment in found.items()}
     if list(found) == [DEFAULT]:
         return found[DEFAULT], identities[DEFAULT]
-    return SectionRewards(found), ";".join(f"{path}={identity}" for path, identity in identities.items())
+    waits = any(isinstance(each, WaitsForOthers) for each in found.values())
+    rewards = (WaitingSectionRewards if waits else SectionRewards)(found)
+    return rewards, ";".join(f"{path}={identity}" for path, identity in identities.items())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -48,6 +48,8 @@ class ScoredGroup:
     components: Mapping[str, tuple[float, ...]]
     """Parts of the rewards by name, one per record; NaN where it was not scored."""
     num_timeouts: int = 0
+    scoring: Mapping[str, Reduction] = field(default_factory=dict)
+    """What the environment logs of its scores."""
     printed: tuple[str, ...] = ()
     drops_void_turns: bool = False
 
@@ -109,7 +111,7 @@ class ScoredGroup:
         cached = [turn.cached_tokens for turn in turns if turn.cached_tokens is not None]
         if cached:
             found["cached_tokens_per_turn"] = Mean(float(sum(cached)), float(len(cached)))
-        return found | self._endings(lengths) | _tool_metrics(turns)
+        return found | self._endings(lengths) | _tool_metrics(turns) | self.scoring
 
     def _endings(self, lengths: Sequence[int]) -> dict[str, Reduction]:
         """Return count, reward and sampled tokens of each ending."""
@@ -195,6 +197,7 @@ class ConversationRollouts:
 
     def _score(self, task: GroupTask, group: ConversationGroup) -> ScoredGroup:
         records, timeouts, printed = list(group.records), 0, tuple[str, ...]()
+        metrics: Mapping[str, Reduction] = {}
         asked = [place for place, record in enumerate(records) if record.reward is None and record.is_scored]
         names = list(dict.fromkeys(name for record in records for name in record.components))
         parts = {name: [record.components.get(name, math.nan) for record in records] for name in names}
@@ -202,8 +205,11 @@ class ConversationRollouts:
             responses = [records[place].answer or Response(text="", num_tokens=0, truncated=True) for place in asked]
             report = self._environment.score([task.prompt] * len(asked), responses)
             timeouts, printed = report.num_timeouts, report.printed
-            for place, reward in zip(asked, report.rewards, strict=True):
+            metrics = report.metrics
+            for at, (place, reward) in enumerate(zip(asked, report.rewards, strict=True)):
                 records[place] = records[place].with_outcome(reward)
+                if report.unscored and (why := report.unscored[at]):
+                    records[place] = replace(records[place], ending=Ending.JUDGE_ERROR, error=why, is_scored=False)
             for name, values in report.components.items():
                 parts[name] = [math.nan] * len(records)
                 for place, value in zip(asked, values, strict=True):
@@ -222,6 +228,7 @@ class ConversationRollouts:
                 for name, values in parts.items()
             },
             num_timeouts=timeouts,
+            scoring=metrics,
             printed=(*printed, *self._log.take()),
             drops_void_turns=self._config.drop_void_turns,
         )

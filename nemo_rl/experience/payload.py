@@ -59,11 +59,13 @@ __all__ = [
     "component_columns",
     "group_metrics",
     "image_specs",
+    "left_out_metrics",
     "logged_extras",
     "logs_of_rows",
     "mean_of_scored",
     "row_record",
     "run_extras",
+    "single_turns",
     "version_span_column",
 ]
 
@@ -212,6 +214,41 @@ class SampleStats:
     def _component(self, name: str) -> np.ndarray:
         found = self.components.get(name)
         return np.full(len(self), math.nan, dtype=np.float32) if found is None else found
+
+
+def single_turns(unscored: Sequence[str], truncated: np.ndarray, *, group_size: int) -> ConversationStats:
+    """Return the columns of responses to one prompt each, some of which have no reward.
+
+    Rows of a group with fewer than two rewards are not scored: nothing can be compared there.
+
+    Args:
+        unscored: the reason of each row without a reward; empty texts for the others. Empty: all have one.
+    """
+    count = len(truncated)
+    is_scored = (
+        np.asarray([not why for why in unscored], dtype=np.bool_) if unscored else np.ones(count, dtype=np.bool_)
+    )
+    groups = is_scored.reshape(-1, group_size)
+    counts = is_scored & np.repeat(groups.sum(1) >= min(2, group_size), group_size)
+    endings = [Ending.TOKEN_LIMIT if cut else Ending.ANSWERED for cut in truncated]
+    found = [ending if scored else Ending.JUDGE_ERROR for ending, scored in zip(endings, is_scored, strict=True)]
+    return ConversationStats(
+        sample=np.tile(np.arange(group_size, dtype=np.int32), count // group_size),
+        is_scored=counts,
+        endings=np.asarray([list(Ending).index(ending) for ending in found], dtype=np.uint8),
+        num_turns=np.ones(count, dtype=np.int32),
+        is_void=np.zeros(count, dtype=np.bool_),
+    )
+
+
+def left_out_metrics(stats: SampleStats) -> dict[str, Reduction]:
+    """Return what is logged of single turns without a reward; nothing where all have one."""
+    about = stats.conversations
+    if about is None:
+        return {}
+    num_failed = sum(about.ending_of(row) is Ending.JUDGE_ERROR for row in range(len(stats)))
+    found: dict[str, Reduction] = {"left_out_rows": Sum(float((~about.is_scored).sum()))}
+    return found | ({f"ending/{Ending.JUDGE_ERROR.value}": Sum(float(num_failed))} if num_failed else {})
 
 
 def build_columns(

@@ -11,7 +11,9 @@ What crosses between the two sides: numbers of prompts, metas and per-row scalar
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -35,7 +37,8 @@ from nemo_rl.distributed.abort import RootCause
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_groups import WorkerFleet
 from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
-from nemo_rl.errors import DataPlaneClosed, WorkerError
+from nemo_rl.environments.interfaces import EnvReport
+from nemo_rl.errors import DataPlaneClosed, RewardError, WorkerError
 from nemo_rl.experience import routes
 from nemo_rl.experience.conversation_log import (
     CONVERSATION,
@@ -59,6 +62,8 @@ from nemo_rl.experience.payload import (
     component_columns,
     group_metrics,
     image_specs,
+    left_out_metrics,
+    single_turns,
     version_span_column,
 )
 from nemo_rl.experience.rollout_records import WEIGHT_VERSION, GroupRequest, RolloutInfo, RolloutResult
@@ -77,6 +82,9 @@ __all__ = ["REWARD_LOG", "RolloutSpec", "RolloutWorker"]
 
 REWARD_LOG = "reward.log"
 """File in `logger.log_dir` with what the reward has printed; there once it has."""
+UNSCORED_ROWS = "EnvReport.unscored: expected none from an environment without `overlaps` (WaitsForOthers)"
+GROUPS_BESIDE = 64
+"""Batches of groups that are scored at one time, beside sampling; each holds a thread that waits."""
 MOST_WAITING = 3
 """Conversations that a message about a step that waits names."""
 
@@ -139,6 +147,9 @@ class RolloutWorker:
             tokenizer=self._tokenizer,
             sets={name: self._sets[spec.data.held_out_key(name)] for name in spec.data.held_out},
         )
+        self._beside: ThreadPoolExecutor | None = None
+        if self._scorer is not None and self._scorer.overlaps:
+            self._beside = ThreadPoolExecutor(GROUPS_BESIDE, thread_name_prefix="scoring")
         self._client: DataPlaneClient | None = None
         self._routes = RouteWriter(spec.policy.router_replay)
         self._durable: DurableGroups | None = None
@@ -270,11 +281,32 @@ class RolloutWorker:
             keys=tuple(keys_of_groups([group.uid for group in groups], size)) if self._spec.names_rows else (),
             images=self._pictures.of([self._train[group.prompt] for group in groups]),
         )
-        for part, samples in enumerate(self._stream(request, engine, share)):
-            check_versions(samples.output, version)
+
+        scored = self._scored(groups, self._stream(request, engine, share), version)
+        for part, (samples, report) in enumerate(scored):
             ended = [groups[number] for number in samples.groups]
-            results = self._write(ended, samples.output, partition_id=partition_id, is_first=part == 0)
+            results = self._write(ended, samples.output, report, partition_id=partition_id, is_first=part == 0)
             yield tuple(each.counted() for each in (replace(results[0], schedule=samples.schedule), *results[1:]))
+
+    def _scored(
+        self, groups: Sequence[GroupRequest], stream: Iterator[GroupSamples], version: int | None
+    ) -> Iterator[tuple[GroupSamples, EnvReport]]:
+        """Yield samples with their rewards, in the order of the samples; where scoring waits for others, it does so
+        beside the sampling of further groups."""
+        assert self._scorer is not None, "single turns are scored"
+        waiting: deque[tuple[GroupSamples, Future[tuple[tuple[str, ...], EnvReport]]]] = deque()
+        for samples in stream:
+            check_versions(samples.output, version)
+            prompts = [self._train[groups[number].prompt] for number in samples.groups]
+            if self._beside is None:
+                yield samples, self._scorer.score(prompts, samples.output)[1]
+                continue
+            waiting.append((samples, self._beside.submit(self._scorer.score, prompts, samples.output)))
+            while waiting and waiting[0][1].done():
+                first, done = waiting.popleft()
+                yield first, done.result()[1]
+        for samples, scored in waiting:
+            yield samples, scored.result()[1]
 
     def _stream(self, request: GenerationRequest, engine: int | None, share: tuple[int, int]) -> Iterator[GroupSamples]:
         scheduler = self._generation
@@ -381,12 +413,18 @@ class RolloutWorker:
         return result
 
     def _write(
-        self, groups: Sequence[GroupRequest], output: GenerationOutput, *, partition_id: str, is_first: bool
+        self,
+        groups: Sequence[GroupRequest],
+        output: GenerationOutput,
+        report: EnvReport,
+        *,
+        partition_id: str,
+        is_first: bool,
     ) -> tuple[RolloutResult, ...]:
-        """Score groups that have ended and write their columns; `is_first` of the groups of one call of `rollout`."""
-        assert self._scorer is not None, "single turns are scored"
+        """Write the columns of groups that have been scored; `is_first` of the groups of one call of `rollout`."""
+        if any(report.unscored) and self._beside is None:
+            raise RewardError(f"{UNSCORED_ROWS}, got {next(filter(None, report.unscored))!r}")
         prompts = [self._train[group.prompt] for group in groups]
-        _, report = self._scorer.score(prompts, output)
         size = len(output.lengths) // len(groups)
         keys = keys_of_groups([group.uid for group in groups], size)
         columns = build_columns(
@@ -418,9 +456,13 @@ class RolloutWorker:
             truncated=output.truncated.numpy(),
             response_lengths=output.lengths.numpy().astype(np.int32),
             components=component_columns(report.components),
+            conversations=None
+            if self._beside is None
+            else single_turns(report.unscored, output.truncated.numpy(), group_size=size),
         )
         written = RolloutResult(meta=meta, sample_stats=sample_stats)
         shared = {"reward_timeouts": Sum(float(report.num_timeouts)), **output.metrics, **route_metrics}
+        shared |= report.metrics | left_out_metrics(sample_stats)
         results = [
             replace(written.select(range(first, first + size)), metrics=metrics)
             for first, metrics in zip(range(0, len(keys), size), group_metrics(output, size), strict=True)
@@ -495,6 +537,8 @@ class RolloutWorker:
         """Ends scoring processes and the client. Idempotent."""
         self._answers.close()
         self._parts.shutdown()
+        if self._beside is not None:
+            self._beside.shutdown(wait=False, cancel_futures=True)
         durable, self._durable = self._durable, None
         if durable is not None:
             durable.close()

@@ -22,7 +22,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.run import EvaluationConfig, LoggerConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.datasets import Prompt
-from nemo_rl.environments.interfaces import Environment, EnvReport, Response
+from nemo_rl.environments.interfaces import Environment, EnvReport, Response, WaitsForOthers
 from nemo_rl.errors import WorkerError, name_some
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
@@ -152,13 +152,14 @@ class ResponseSampler:
         lengths = output.lengths.tolist()
         return MeasuredSamples(
             rewards=report.rewards,
-            is_scored=(True,) * len(lengths),
+            is_scored=tuple(not why for why in report.unscored) or (True,) * len(lengths),
             texts=texts,
             responses=tuple(tuple(part.tolist()) for part in output.token_ids.split(lengths)),
             num_tokens=tuple(lengths),
             truncated=tuple(output.truncated.tolist()),
             components=report.components,
             printed=report.printed,
+            causes=tuple(filter(None, report.unscored)),
         )
 
 
@@ -211,7 +212,7 @@ def check_versions(output: GenerationOutput, version: int | None) -> None:
 
 
 class ResponseScorer:
-    """Decodes responses and scores them; one call at a time, whichever thread asks.
+    """Decodes responses and scores them; one call at a time, whichever thread asks, unless scoring `overlaps`.
 
     Args:
         sampling: how responses are sampled; a stop token at their end is no part of their text.
@@ -221,6 +222,8 @@ class ResponseScorer:
         self, environment: Environment, tokenizer: PreTrainedTokenizerBase, *, sampling: SamplingParams
     ) -> None:
         self._environment, self._tokenizer = environment, tokenizer
+        self.overlaps = isinstance(environment, WaitsForOthers)
+        """True where scoring waits for others, and goes on beside the sampling of further groups."""
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._lock = Lock()
 
@@ -238,8 +241,10 @@ class ResponseScorer:
             measured = zip(texts, output.lengths.tolist(), output.truncated.tolist(), strict=True)
             responses = [Response(text=text, num_tokens=length, truncated=cut) for text, length, cut in measured]
             size = len(responses) // max(1, len(prompts))
-            report = self._environment.score([prompt for prompt in prompts for _ in range(size)], responses)
-        return tuple(texts), report
+            rows = [prompt for prompt in prompts for _ in range(size)]
+            if not self.overlaps:
+                return tuple(texts), self._environment.score(rows, responses)
+        return tuple(texts), self._environment.score(rows, responses)
 
     def _decode(self, output: GenerationOutput) -> list[str]:
         """Texts of all responses, without the stop token that ended them."""

@@ -29,6 +29,7 @@ from nemo_rl.config.parts import (
     ENGINE_CAPABILITIES,
     ENGINES,
     GENERATED_DATASETS,
+    JUDGE,
     LOSSES,
     PROGRAM,
     SELECTIONS,
@@ -283,8 +284,9 @@ def _score_first(config: MasterConfig, scorer: object, source: DatasetConfig, wh
         RewardError: the reward gives no number.
     """
     env = source.env or config.env
-    is_asked = env.preflight_reward and env.reward_function is not None and not _is_too_large(source)
-    if not is_asked or not isinstance(scorer, ProcessEnvironment):
+    has_judges = env.name == JUDGE
+    is_asked = env.preflight_reward and (env.reward_function is not None or has_judges) and not _is_too_large(source)
+    if not is_asked or not (has_judges or isinstance(scorer, ProcessEnvironment)):
         return
     try:
         raw = next(raw_prompts(_first_rows(source, 1), where), None)
@@ -294,6 +296,13 @@ def _score_first(config: MasterConfig, scorer: object, source: DatasetConfig, wh
     if raw is None or not isinstance(raw.text, str):
         return
     prompt = Prompt(index=0, text=raw.text, answer=raw.answer, ids=(), metadata=raw.metadata)
+    if has_judges:
+        from nemo_rl.environments.judges.environment import JudgeEnvironment  # noqa: PLC0415 - of runs with judges
+
+        assert isinstance(scorer, JudgeEnvironment)
+        scorer.probe(prompt, where=where)
+        return
+    assert isinstance(scorer, ProcessEnvironment)
     if scorer.answer_problems([prompt]) != [None]:
         return
     try:

@@ -8,14 +8,14 @@ function in the module of its section.
 
 from __future__ import annotations
 
-from nemo_rl.config.rules import data, generation, grpo, loss, megatron, policy, run, sft
+from nemo_rl.config.rules import data, generation, grpo, judges, loss, megatron, policy, run, sft
 from nemo_rl.config.rules.rule import Rule, rules_in
 
 __all__ = ["RULES"]
 
 _ALL = {
     name: rule
-    for module in (data, generation, grpo, loss, megatron, policy, run, sft)
+    for module in (data, generation, grpo, judges, loss, megatron, policy, run, sft)
     for name, rule in rules_in(vars(module)).items()
 }
 

@@ -13,6 +13,7 @@ from nemo_rl.config.parts import (
     ENGINES,
     ENVIRONMENTS,
     GENERATED_DATASETS,
+    JUDGE,
     LOSSES,
     PROGRAM,
     STORES,
@@ -229,7 +230,7 @@ def rule_custom_reward_needs_a_function(config: MasterConfig) -> Iterator[str]:
             yield (
                 f"{path}.reward_function: must be set to module:function or FILE.py:function when {switch} is 'custom'"
             )
-        elif name not in ("custom", PROGRAM) and function is not None:
+        elif name not in ("custom", JUDGE, PROGRAM) and function is not None:
             because = f"{switch} is {name!r}"
             yield from would_be_ignored(env, path, ["reward_function"], switch=switch, because=because)
         elif function is not None and not all(part.strip() for part in function.partition(":")):
@@ -268,9 +269,10 @@ def _scorer_lines(env: EnvConfig, path: str) -> Iterator[str]:
     if not ENVIRONMENTS.is_builtin(env.name):
         # What a user-defined environment reads of its section is not known here; a threshold is what ours apply.
         because = f"{switch} is {env.name!r}"
-        yield from would_be_ignored(env, path, ["score_threshold"], switch=switch, because=because)
+        names = ["score_threshold", "judges", "gates"]
+        yield from would_be_ignored(env, path, names, switch=switch, because=because)
         return
-    has_function = env.name == "custom" or (env.name == PROGRAM and env.reward_function is not None)
+    has_function = env.name in ("custom", JUDGE) or (env.name == PROGRAM and env.reward_function is not None)
     has_turns = env.name in TURN_ENVIRONMENTS or env.name == PROGRAM
     ignored = [] if env.name != "sort" else ["timeout_s", "on_timeout", "num_workers"]
     if env.name != "reasoning_gym" and not has_function:
@@ -282,6 +284,10 @@ def _scorer_lines(env: EnvConfig, path: str) -> Iterator[str]:
         ignored.append("on_timeout")
     if env.name == PROGRAM and not has_function:
         ignored.append("num_workers")
+    if env.name == JUDGE and env.reward_function is None:
+        ignored += ["timeout_s", "on_timeout", "num_workers", "reward_batch_size"]
+    if env.name != JUDGE:
+        ignored += ["judges", "gates"]
     if not has_turns:
         ignored.append("memory_mib")
     if not has_turns or env.name == PROGRAM:

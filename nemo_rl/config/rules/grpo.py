@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from nemo_rl.config.grpo import ESTIMATORS_BY_STEP
 from nemo_rl.config.loss import LOSS_PROPERTIES, row_loss_problems
-from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, ENGINE_CAPABILITIES, LOSSES
+from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS, ENGINE_CAPABILITIES, JUDGE, LOSSES
 from nemo_rl.config.rules.rule import SET_FOR_A_PASS, keys_besides_the_switch, would_be_ignored
 from nemo_rl.config.schema import MasterConfig
 
@@ -258,6 +258,7 @@ def rule_gdpo_needs_reward_components(config: MasterConfig) -> Iterator[str]:
         f"number; set {path}.name=custom, or adv_estimator.name=grpo"
         for path, env in config.envs.items()
         if env.name in ("sort", "math", "reasoning_gym")
+        or (env.name == JUDGE and len(env.judges) == 1 and env.reward_function is None)
     )
 
 
