@@ -23,6 +23,7 @@ from nemo_rl.algorithms.scheduled_batches import RunSchedule, ScheduledBatches, 
 from nemo_rl.algorithms.setup import open_trainer
 from nemo_rl.algorithms.sources import FollowedSchedule
 from nemo_rl.config.load import load_config
+from nemo_rl.config.schema import MasterConfig
 from nemo_rl.errors import CheckpointError, name_some
 from nemo_rl.utils.console import printable
 from nemo_rl.utils.trackers import METRICS_FILE, metrics_by_step
@@ -108,7 +109,8 @@ def replay_run(run: Path, *, start: int, stop: int, overrides: Sequence[str] = (
         quiet = [*QUIET, f"logger.log_dir={folder}", *overrides]
         config = load_config(run / CONFIG_FILE, quiet)
         if config.data.validation is not None:
-            config = load_config(run / CONFIG_FILE, [*quiet, *ONE_VALIDATION])
+            quiet += ONE_VALIDATION
+        config = load_config(run / CONFIG_FILE, [*quiet, *_kept_verdicts(run, config)])
         follows = FollowedSchedule(schedule=schedule, last_step=stop)
         with (
             worker_forks(config) as forks,
@@ -119,6 +121,17 @@ def replay_run(run: Path, *, start: int, stop: int, overrides: Sequence[str] = (
             assert isinstance(source, ScheduledBatches), "open_trainer follows the schedule"
             digests = dict(source.digests)
         return _compared(run, Path(folder), schedule, digests, stop)
+
+
+def _kept_verdicts(run: Path, config: MasterConfig) -> list[str]:
+    """Return the settings that take the verdicts of judges from the run, where it has some."""
+    found = []
+    for path, env in config.envs.items():
+        file = run / ("verdicts.jsonl" if path == "env" else f"verdicts.{path}.jsonl")
+        if env.judges and file.is_file():
+            found += [f"{path}.judges.{name}.verdicts={file.absolute()}" for name in env.judges]
+            found.append(f"{path}.preflight_reward=false")
+    return found
 
 
 def _compared(run: Path, again: Path, schedule: RunSchedule, digests: Mapping[int, str], stop: int) -> Comparison:

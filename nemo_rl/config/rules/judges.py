@@ -13,7 +13,7 @@ from nemo_rl.config.schema import MasterConfig
 
 __all__ = ["rule_judges_can_be_asked"]
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _OF_ENDPOINTS = (
     *("base_url", "api_key_env", "rubric", "scale", "shows_answer", "temperature", "json_schema", "timeout_s"),
     *("request_timeout_s", "retries", "max_concurrent", "max_requests_per_minute", "budget_tokens", "budget_cost"),
@@ -29,7 +29,7 @@ def rule_judges_can_be_asked(config: MasterConfig) -> Iterator[str]:
             yield f"{path}.judges: expected at least one judge by a name of yours when {path}.name is {JUDGE!r}"
         for name, judge in env.judges.items():
             if not _NAME.fullmatch(name):
-                yield f"{path}.judges: expected names of letters, digits, _ . -, got {name!r}"
+                yield f"{path}.judges: expected names of letters, digits, _ -, got {name!r}"
             yield from _judge_lines(judge, f"{path}.judges.{name}")
         yield from _component_lines(env, path)
         if config.experience.num_workers > 1:

@@ -1,7 +1,7 @@
 """`KeptVerdicts`: the verdicts of a run on disk, one JSON line each, and those that need not be asked for again.
 
-Used by `JudgeEnvironment`. Invariant: a verdict that is taken from the file has the bits that it had; a failure is
-written, and never taken.
+Used by `JudgeEnvironment`. Invariant: a verdict that is taken from the file has the bits that it had; a failure
+of this run is written, and never taken.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class KeptVerdicts:
         self._path, self._lock = path, threading.Lock()
         self._judges = {name: judge.model_dump(mode="json", include=set(_DECIDES)) for name, judge in judges.items()}
         self._scores: dict[str, tuple[float, ...]] = {}
+        self._failures: dict[str, tuple[str, str]] = {}
+        """Of other runs alone, which are repeated as they were: texts and kinds of failures."""
         self.spent: dict[str, tuple[int, int]] = {}
         """Tokens that the run has had read and written so far, by judges."""
         others = [Path(judge.verdicts) for judge in judges.values() if judge.verdicts is not None]
@@ -53,14 +55,17 @@ class KeptVerdicts:
     def find(self, key: str) -> Verdict | None:
         """Return the verdict of a key; None where it has to be asked for."""
         scores = self._scores.get(key)
-        return None if scores is None else Verdict(scores=scores, is_kept=True)
+        if scores is not None:
+            return Verdict(scores=scores, is_kept=True)
+        failure = self._failures.get(key)
+        return None if failure is None else Verdict(scores=None, failure=failure[0], kind=failure[1], is_kept=True)
 
     def keep(
         self, judge: str, key: str, case: Case, verdict: Verdict, *, asked: Sequence[Mapping[str, str]] = ()
     ) -> None:
         """Write an outcome with what was asked, the judge's text and the time."""
         record = {"judge": judge, "key": key, "time": time.time(), "scores": verdict.scores}
-        record |= {"failure": verdict.failure, "text": verdict.text, "messages": list(asked)}
+        record |= {"failure": verdict.failure, "kind": verdict.kind, "text": verdict.text, "messages": list(asked)}
         record |= {"prompt": case.prompt, "responses": case.responses, "seconds": round(verdict.seconds, 6)}
         record |= {"tries": verdict.tries, "tokens": verdict.tokens}
         line = json.dumps(record) + "\n"
@@ -81,6 +86,8 @@ class KeptVerdicts:
     def _take(self, record: Mapping[str, Any], *, is_own: bool) -> None:
         if record["scores"] is not None:
             self._scores[record["key"]] = tuple(map(float, record["scores"]))
+        elif not is_own:
+            self._failures[record["key"]] = (str(record["failure"]), str(record["kind"]))
         if is_own:
             read, written = self.spent.get(record["judge"], (0, 0))
             self.spent[record["judge"]] = (read + record["tokens"][0], written + record["tokens"][1])
