@@ -106,7 +106,8 @@ class EnvConfig(Section):
     """Settings of your own environment, or of one with turns; `command` of `program`, such as `[python, agent.py]`."""
     reward_function: str | None = None
     """`module:function` or `FILE.py:function` of a custom reward: `(prompt: str, response: str, answer: object) ->
-    float`. It may return components by name instead of one number, and have further parameters; see docs/guide.md."""
+    float`. It may return components by name instead of one number, be an `async def`, and have further parameters; see
+    docs/guide.md."""
     reward_weights: dict[str, FiniteFloat] = Field(default_factory=dict)
     """Weight of each component of a custom reward in the reward: all must be named; 0 only draws its curve. Without
     weights the components are added up."""

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.utils.metrics import Reduction
 
-__all__ = ["ChecksAnswers", "EnvReport", "Environment", "HasSource", "Response", "WaitsForOthers"]
+__all__ = ["ChecksAnswers", "EnvReport", "Environment", "HasSource", "Response", "WaitsForOthers", "waits_for_others"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,10 +78,17 @@ class ChecksAnswers(Protocol):
 
 @runtime_checkable
 class WaitsForOthers(Protocol):
-    """An environment that waits for others, such as judges: its `score` may be called from several threads, and rows
-    that have none of its rewards are `unscored`."""
+    """An environment that may wait for others, such as judges."""
 
-    overlaps: bool
+    @property
+    def overlaps(self) -> bool:
+        """Return whether it does: its `score` is then called from several threads, and goes on beside the sampling of
+        further groups; rows may be `unscored`."""
+
+
+def waits_for_others(environment: Environment) -> bool:
+    """Return whether an environment `overlaps`."""
+    return isinstance(environment, WaitsForOthers) and environment.overlaps
 
 
 @runtime_checkable

@@ -163,6 +163,11 @@ class ProcessEnvironment:
         )
 
     @property
+    def overlaps(self) -> bool:
+        """See `WaitsForOthers`: an `async def` waits."""
+        return self._pool.is_async
+
+    @property
     def source(self) -> str:
         """Return the digest of the function's source."""
         return self._pool.source

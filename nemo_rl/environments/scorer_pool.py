@@ -36,6 +36,8 @@ __all__ = ["Score", "ScoreOutcome", "ScorerItem", "ScorerPool", "ScorerSpec"]
 
 ANSWERS_AT_ONCE = 32
 """Gold answers of one call: each takes milliseconds, and a response that is to be scored waits for a call at most."""
+AWAITED_AT_ONCE = 64
+"""Responses of one call of an `async def`, which waits for all of them at the same time."""
 _REPLY_LIMIT_BYTES = 64 * 1024 * 1024
 """A reply is a few numbers; more comes from something else that writes to the channel."""
 _ERROR_LIMIT = 4000
@@ -127,6 +129,10 @@ class ScorerPool:
             self.shutdown()
             raise
         self.source, self.checks_answers, self.columns = first.source, first.checks_answers, first.columns
+        self.is_async = first.is_async
+        if self.is_async and not spec.in_batches:
+            # Its responses wait at the same time.
+            self._batch_size = AWAITED_AT_ONCE
 
     def score(self, items: Sequence[ScorerItem]) -> list[ScoreOutcome]:
         """Return one outcome per item, in order; bounded by the calls' limits. A late batch is scored again item by
@@ -267,6 +273,8 @@ class ScorerProcess(UserProcess):
         """Digest of the function's source."""
         self.checks_answers = False
         """True where the function can say which gold answers it cannot read."""
+        self.is_async = False
+        """True for an `async def`."""
 
     def load(self, spec: ScorerSpec, *, timeout_s: float) -> None:
         """Wait until the function is loaded; apart from the start, so that a wait can be ended by `kill`.
@@ -284,7 +292,7 @@ class ScorerProcess(UserProcess):
             request["paths"] = [*import_paths(), *spec.code.paths]
             request |= {"pickled": b64encode(spec.code.pickled).decode(), "source": spec.code.digest}
         try:
-            form = {"wants": list, "columns": dict, "source": str, "checks_answers": bool}
+            form = {"wants": list, "columns": dict, "source": str, "checks_answers": bool, "is_async": bool}
             reply = self.ask(request, form=form, timeout_s=timeout_s)
         except TimeoutError:
             reply = {"failed": f"not loaded within {timeout_s:.0f} s"}
@@ -298,6 +306,7 @@ class ScorerProcess(UserProcess):
         self.wants = frozenset(map(str, reply["wants"]))
         self.columns = {str(name): bool(is_needed) for name, is_needed in reply["columns"].items()}
         self.source, self.checks_answers = reply["source"], reply["checks_answers"]
+        self.is_async = reply["is_async"]
 
     def ask(self, request: Mapping[str, object], *, form: Form | None = None, timeout_s: float) -> Mapping[str, Any]:
         """Send a request and wait for its reply, which has the fields of `form`.

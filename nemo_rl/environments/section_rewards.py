@@ -15,7 +15,7 @@ from threading import Lock
 
 from nemo_rl.config.env import EnvConfig
 from nemo_rl.data.datasets import Prompt
-from nemo_rl.environments.interfaces import ChecksAnswers, Environment, EnvReport, Response, WaitsForOthers
+from nemo_rl.environments.interfaces import ChecksAnswers, Environment, EnvReport, Response, waits_for_others
 from nemo_rl.environments.process_environment import build_environment, reward_identity
 from nemo_rl.errors import RewardError
 from nemo_rl.utils.metrics import merge_metrics
@@ -24,6 +24,8 @@ __all__ = ["SectionRewards", "build_rewards"]
 
 DEFAULT = "env"
 """Path of the section that scores the rows of all sections of `data` without one of their own."""
+_WAITING_CALLS = 64
+"""Calls at one time of each environment, where some wait for others."""
 
 
 class SectionRewards:
@@ -33,13 +35,13 @@ class SectionRewards:
         environments: by the dotted path of their sections, such as `env` and `data.train.math.env`.
     """
 
-    _calls_at_once = 1
-
     def __init__(self, environments: Mapping[str, Environment]) -> None:
         self._environments = environments
-        self._pool = ThreadPoolExecutor(self._calls_at_once * len(environments), thread_name_prefix="rewards")
-        waiting = {id(each) for each in environments.values() if isinstance(each, WaitsForOthers)}
-        self._locks = {id(each): Lock() for each in environments.values() if id(each) not in waiting}
+        self.overlaps = any(map(waits_for_others, environments.values()))
+        """See `WaitsForOthers`."""
+        calls = len(environments) * (_WAITING_CALLS if self.overlaps else 1)
+        self._pool = ThreadPoolExecutor(calls, thread_name_prefix="rewards")
+        self._locks = {id(each): Lock() for each in environments.values() if not waits_for_others(each)}
 
     def of(self, section: str) -> Environment:
         """Return the environment of the rows of a section of `data`."""
@@ -80,14 +82,6 @@ class SectionRewards:
         self._pool.shutdown()
         for environment in self._environments.values():
             environment.shutdown()
-
-
-class WaitingSectionRewards(SectionRewards):
-    """`SectionRewards` some of which wait for others."""
-
-    _calls_at_once = 64
-    overlaps = True
-    """See `WaitsForOthers`."""
 
 
 def _merged(reports: Sequence[tuple[Sequence[int], EnvReport]], count: int) -> EnvReport:
@@ -148,6 +142,4 @@ def build_rewards(
     identities = {path: reward_identity(sections[path], environment) for path, environment in found.items()}
     if list(found) == [DEFAULT]:
         return found[DEFAULT], identities[DEFAULT]
-    waits = any(isinstance(each, WaitsForOthers) for each in found.values())
-    rewards = (WaitingSectionRewards if waits else SectionRewards)(found)
-    return rewards, ";".join(f"{path}={identity}" for path, identity in identities.items())
+    return SectionRewards(found), ";".join(f"{path}={identity}" for path, identity in identities.items())

@@ -9,7 +9,7 @@ Started by `ScorerProcess`; standard library only, so that it starts at once. It
 `isolation` and the scorer itself. One JSON object per line over an inherited socket:
 
     {"id", "paths", "target", "is_factory", "in_batches"}   -> {"id", "ready", "wants", "columns", "source",
-                                                                "checks_answers"} or {"id", "failed"}
+                                                                "checks_answers", "is_async"} or {"id", "failed"}
     the same with "pickled", "source": the function itself, which the program that started this process has pickled
     {"id", "arguments"}                                      -> {"id", "scores"} or {"id", "error"}
     {"id", "answers"}                                        -> {"id", "problems"} or {"id", "error"}
@@ -91,7 +91,7 @@ class _RewardFunction:
         wants, columns = wanted(function)
         source = request["source"] if "pickled" in request else digest_of(module, function)
         loaded = {"ready": True, "wants": wants, "columns": columns, "source": source}
-        return {**loaded, "checks_answers": self._check is not None}
+        return {**loaded, "checks_answers": self._check is not None, "is_async": _is_async(function)}
 
 
 def wanted(function: Callable[..., Any]) -> tuple[list[str], dict[str, bool]]:
@@ -116,15 +116,34 @@ def wanted(function: Callable[..., Any]) -> tuple[list[str], dict[str, bool]]:
 
 
 def _score_one(function: Callable[..., Any], arguments: dict[str, list[Any]]) -> list[object]:
-    row = {name: column[0] for name, column in arguments.items()}
-    first = [row.pop(name) for name in _POSITIONAL]
-    return [_number_or_parts(function(*first, **row))]
+    first = [arguments.pop(name) for name in _POSITIONAL]
+    named = [{name: values[place] for name, values in arguments.items()} for place in range(len(first[0]))]
+    calls = [function(*row, **others) for row, others in zip(zip(*first, strict=True), named, strict=True)]
+    return [_number_or_parts(value) for value in _results(function, calls)]
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Return whether calls of a function, or of an object, have to be awaited."""
+    called = function if inspect.isroutine(function) else getattr(type(function), "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+
+def _results(function: Callable[..., Any], calls: list[Any]) -> list[Any]:
+    """Return what calls of a function gave; those of an `async def` are awaited all at once."""
+    if not _is_async(function):
+        return calls
+    import asyncio  # noqa: PLC0415 - of such functions alone
+
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*calls)
+
+    return asyncio.run(gather())
 
 
 def _score_batch(function: Callable[..., Any], arguments: dict[str, list[Any]]) -> list[object]:
     count = len(arguments["prompt"])
     first = [arguments.pop(name) for name in _POSITIONAL]
-    given = function(*first, **arguments)
+    given = _results(function, [function(*first, **arguments)])[0]
     try:
         values = list(islice(given, count + 1))
     except TypeError as error:
@@ -237,10 +256,13 @@ class SessionReward:
         scores = {
             name: self._of_lists(function, prompt, response, answer, row)
             if takes_lists(function)
-            else [
-                function(*first, **_named(function, {key: values[at] for key, values in by_name.items()}, row[at]))
-                for at, first in enumerate(zip(prompt, response, answer, strict=True))
-            ]
+            else _results(
+                function,
+                [
+                    function(*first, **_named(function, {key: values[at] for key, values in by_name.items()}, row[at]))
+                    for at, first in enumerate(zip(prompt, response, answer, strict=True))
+                ],
+            )
             for name, function in self.functions.items()
         }
         if not self.by_name:
@@ -266,7 +288,7 @@ class SessionReward:
         parameters = inspect.signature(function).parameters.values()
         if not any(each.kind is each.VAR_KEYWORD for each in parameters):
             columns = {each.name: columns[each.name] for each in parameters if each.name in columns}
-        scores = list(function(**columns))
+        scores = list(_results(function, [function(**columns)])[0])
         if len(scores) != len(response):
             raise ValueError(f"{name_of(function)} returned {len(scores)} scores, expected {len(response)}")
         return scores

@@ -22,7 +22,7 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.run import EvaluationConfig, LoggerConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.datasets import Prompt
-from nemo_rl.environments.interfaces import Environment, EnvReport, Response, WaitsForOthers
+from nemo_rl.environments.interfaces import Environment, EnvReport, Response, waits_for_others
 from nemo_rl.errors import WorkerError, name_some
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
@@ -222,7 +222,7 @@ class ResponseScorer:
         self, environment: Environment, tokenizer: PreTrainedTokenizerBase, *, sampling: SamplingParams
     ) -> None:
         self._environment, self._tokenizer = environment, tokenizer
-        self.overlaps = isinstance(environment, WaitsForOthers)
+        self.overlaps = waits_for_others(environment)
         """True where scoring waits for others, and goes on beside the sampling of further groups."""
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._lock = Lock()

@@ -45,6 +45,7 @@ PAGES = (
         "docs/lora.md",
         "docs/data.md",
         "docs/sft.md",
+        "docs/judges.md",
         "docs/algorithms.md",
         "docs/model_support.md",
         "docs/vision.md",

@@ -68,7 +68,7 @@ class JudgeEnvironment:
     """
 
     overlaps = True
-    """`score` waits for others, and may be called from several threads."""
+    """See `WaitsForOthers`."""
 
     def __init__(
         self, cfg: EnvConfig, judges: Mapping[str, _Judge], *, function: ProcessEnvironment | None, function_name: str
