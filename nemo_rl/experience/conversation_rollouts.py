@@ -111,7 +111,7 @@ class ScoredGroup:
         cached = [turn.cached_tokens for turn in turns if turn.cached_tokens is not None]
         if cached:
             found["cached_tokens_per_turn"] = Mean(float(sum(cached)), float(len(cached)))
-        return found | self._endings(lengths) | _tool_metrics(turns) | self.scoring
+        return found | self._endings(lengths) | _tool_metrics(turns) | dict(self.scoring)
 
     def _endings(self, lengths: Sequence[int]) -> dict[str, Reduction]:
         """Return count, reward and sampled tokens of each ending."""

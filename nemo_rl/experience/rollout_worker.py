@@ -462,7 +462,7 @@ class RolloutWorker:
         )
         written = RolloutResult(meta=meta, sample_stats=sample_stats)
         shared = {"reward_timeouts": Sum(float(report.num_timeouts)), **output.metrics, **route_metrics}
-        shared |= report.metrics | left_out_metrics(sample_stats)
+        shared |= {**report.metrics, **left_out_metrics(sample_stats)}
         results = [
             replace(written.select(range(first, first + size)), metrics=metrics)
             for first, metrics in zip(range(0, len(keys), size), group_metrics(output, size), strict=True)

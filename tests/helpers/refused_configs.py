@@ -249,7 +249,39 @@ ACCEPTED_LOSSES: list[tuple[str, ...]] = [
 """Combinations that work."""
 
 
+JUDGED = (
+    "env.name=judge",
+    "env.judges={a: {model: m, base_url: 'http://127.0.0.1:1/v1', rubric: r}}",
+)
+
 REFUSED_REWARDS: Refused = {
+    "rule_judges_can_be_asked": [
+        (("env.name=judge",), "env.judges: expected at least one judge"),
+        (("env.name=judge", "env.judges={a: {model: m, rubric: r}}"), "env.judges.a.base_url: expected the URL"),
+        ((*JUDGED, "env.judges.a.base_url=http://me:secret@h/v1"), "env.judges.a.base_url: expected no password"),
+        ((*JUDGED, "env.judges.a.rubric=''"), "env.judges.a.rubric: expected what the judge is to look at"),
+        ((*JUDGED, "+env.judges.a.scale=[5, 1]"), "env.judges.a.scale: expected [lowest, highest], got [5, 1]"),
+        ((*JUDGED, "+env.judges.a.timeout_s=1"), "env.judges.a.request_timeout_s: expected at most timeout_s 1"),
+        ((*JUDGED, "+env.judges.a.on_failure=score"), "env.judges.a.failure_score: expected a reward exactly where"),
+        ((*JUDGED, "+env.judges.a.failure_score=0.5"), "env.judges.a.failure_score: expected a reward exactly where"),
+        ((*JUDGED, "+env.judges.a.budget_cost=1"), "env.judges.a.budget_cost: costs are unknown"),
+        (
+            (*JUDGED, "+env.judges.a.mode=pairwise", "+env.judges.a.scale=[0, 1]"),
+            "env.judges.a.scale: would be ignored",
+        ),
+        ((*JUDGED, "+env.judges.a.kind=classifier"), "env.judges.a.base_url: 'http://127.0.0.1:1/v1' would be ignored"),
+        (
+            ("env.name=judge", "env.judges={a: {model: m, kind: classifier, mode: pairwise}}"),
+            "env.judges.a.mode: a classifier scores one response, got 'pairwise'",
+        ),
+        ((*JUDGED, "env.gates={b: 1}"), "env.gates.b: no judge has this name; expected a"),
+        ((*JUDGED, "env.reward_weights={b: 1}"), "env.reward_weights.b: no judge has this name; expected a"),
+        ((*JUDGED, "experience.num_workers=2"), "experience.num_workers: limits and budgets of env.judges"),
+        (
+            ("env.name=judge", "env.judges={'a.b': {model: m, kind: classifier}}"),
+            "env.judges: expected names of letters",
+        ),
+    ],
     "rule_validation_set_names_are_unique": [
         (
             ("+data.validation_sets.reward={dataset_name: sort_digits, size: 4}",),

@@ -121,6 +121,11 @@ class JudgeEnvironment:
             for name in stage:
                 least = self._cfg.gates.get(name, -math.inf)
                 is_open = [opens and not parts[name][row] < least for row, opens in enumerate(is_open)]
+        if (weights := self._cfg.reward_weights) and weights.keys() != parts.keys():
+            raise RewardError(
+                f"env.reward_weights: expected a weight of each of {name_some(sorted(parts))}, got {sorted(weights)}; "
+                "0 only draws a curve"
+            )
         if self._cfg.gates:
             metrics["gates_closed"] = Mean(float(is_open.count(False)), float(len(is_open)))
         rewards = [self._reward(parts, row) for row in range(len(prompts))]
@@ -324,11 +329,12 @@ def judge_environment(cfg: EnvConfig, start: EnvironmentStart) -> JudgeEnvironme
     path = None if start.log_file is None else _verdicts_file(start.log_file)
     kept = KeptVerdicts(path, cfg.judges)
     judges = {name: _judge(name, judge, kept) for name, judge in cfg.judges.items()}
-    function = None
+    function: ProcessEnvironment | None = None
     if cfg.reward_function is not None:
         own = cfg.model_copy(update={"reward_weights": {}, "score_threshold": None})
-        function = custom_environment(own, start)
-        assert isinstance(function, ProcessEnvironment), "a function runs in processes"
+        found = custom_environment(own, start)
+        assert isinstance(found, ProcessEnvironment), "a function runs in processes"
+        function = found
     name = (cfg.reward_function or "").rpartition(":")[2]
     return JudgeEnvironment(cfg, judges, function=function, function_name=name)
 
