@@ -224,7 +224,7 @@ WRITTEN = (
     ATTACH_FILE,
     EVENTS_FILE,
     JOURNAL_FILE,
-    REWARD_LOG,
+    *(REWARD_LOG, "reward.*.log", "verdicts.jsonl", "verdicts.*.jsonl"),
     CRASH_FILE,
     f"{ROLLOUTS}/*.jsonl",
     f"{STEPS}/step_[0-9]*",

@@ -462,11 +462,11 @@ class RolloutWorker:
         )
         written = RolloutResult(meta=meta, sample_stats=sample_stats)
         shared = {"reward_timeouts": Sum(float(report.num_timeouts)), **output.metrics, **route_metrics}
-        shared |= {**report.metrics, **left_out_metrics(sample_stats)}
-        results = [
-            replace(written.select(range(first, first + size)), metrics=metrics)
-            for first, metrics in zip(range(0, len(keys), size), group_metrics(output, size), strict=True)
-        ]
+        shared |= report.metrics
+        results = list[RolloutResult]()
+        for first, metrics in zip(range(0, len(keys), size), group_metrics(output, size), strict=True):
+            group = written.select(range(first, first + size))
+            results.append(replace(group, metrics={**metrics, **left_out_metrics(group.sample_stats)}))
         # What was measured of all these groups together goes with the first one.
         results[0] = replace(results[0], metrics={**results[0].metrics, **shared}, printed=report.printed)
         if (durable := self._durable) is not None:

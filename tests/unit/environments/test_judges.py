@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from hypothesis import strategies as st
 from nemo_rl.config.env import EnvConfig
 from nemo_rl.config.judges import JudgeConfig
 from nemo_rl.data.datasets import Prompt
-from nemo_rl.environments.interfaces import EnvReport, Response
+from nemo_rl.environments.interfaces import EnvReport, Response, waits_for_others
 from nemo_rl.environments.judges.environment import JudgeEnvironment
 from nemo_rl.environments.judges.verdicts import Answer, Case, Failure, messages_for, read_scores
 from nemo_rl.environments.process_environment import build_environment
+from nemo_rl.environments.section_rewards import build_rewards
 from nemo_rl.errors import ConfigError, RewardError
 from tests.helpers.judge_server import FAULTS, JudgeServer, judge_server
 
@@ -294,6 +296,33 @@ def test_a_group_is_one_request_with_a_score_for_each() -> None:
         server.verdict = lambda body: '{"scores": [10, 0, 5]}'
         with _environment(server, mode="groupwise") as environment:
             assert all(_score(environment).unscored), "a score is missing, and nobody knows whose"
+
+
+def test_a_section_with_a_judge_leaves_out_its_own_rows_alone() -> None:
+    with judge_server() as server:
+        server.fault = lambda number, body: "garbage" if _response_of(body) == "5" else None
+        judge = JudgeConfig(model="m", base_url=server.url, rubric="r", retries=0)
+        judged = EnvConfig(name="judge", judges={"right": judge})
+        rewards, identity = build_rewards(
+            {"env": EnvConfig(name="sort"), "data.train.a.env": judged}, start_timeout_s=60
+        )
+        try:
+            prompts = [replace(PROMPT, section=f"data.train.{name}") for name in ("a", "b", "a", "b")]
+            report = rewards.score(prompts, [Response(text=text, num_tokens=1) for text in ("4", "4", "5", "5")])
+            assert waits_for_others(rewards)
+        finally:
+            rewards.shutdown()
+    assert [bool(why) for why in report.unscored] == [False, False, True, False]
+    assert report.rewards[1] == 1.0 and report.rewards[3] == 0.0 and report.rewards[0] > 0
+    assert report.metrics["judge/right/asked"].value == 2 and "rubric" in identity
+
+
+def test_weights_name_every_component() -> None:
+    weights = {"reward_weights": {"wrong": 1.0}}
+    with judge_server() as server, _environment(server, env=weights) as environment:
+        refused = pytest.raises(RewardError, match="a weight of each of right")
+        with refused:
+            _score(environment)
 
 
 # ---- preflight
