@@ -12,7 +12,16 @@ from typing import Protocol, runtime_checkable
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.utils.metrics import Reduction
 
-__all__ = ["ChecksAnswers", "EnvReport", "Environment", "HasSource", "Response", "WaitsForOthers", "waits_for_others"]
+__all__ = [
+    "ChecksAnswers",
+    "EnvReport",
+    "Environment",
+    "HasSource",
+    "IsProbed",
+    "Response",
+    "WaitsForOthers",
+    "waits_for_others",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +98,14 @@ class WaitsForOthers(Protocol):
 def waits_for_others(environment: Environment) -> bool:
     """Return whether an environment `overlaps`."""
     return isinstance(environment, WaitsForOthers) and environment.overlaps
+
+
+@runtime_checkable
+class IsProbed(Protocol):
+    """An environment that can be tried before a run."""
+
+    def probe(self, prompt: Prompt, *, where: str) -> None:
+        """Score responses to a prompt of the section `where`; raise RewardError where that gives nothing."""
 
 
 @runtime_checkable

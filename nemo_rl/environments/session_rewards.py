@@ -124,7 +124,7 @@ def _score_one(function: Callable[..., Any], arguments: dict[str, list[Any]]) ->
 
 def _is_async(function: Callable[..., Any]) -> bool:
     """Return whether calls of a function, or of an object, have to be awaited."""
-    called = function if inspect.isroutine(function) else getattr(type(function), "__call__", None)  # noqa: B004
+    called = function if inspect.isroutine(function) else inspect.getattr_static(type(function), "__call__", None)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
 

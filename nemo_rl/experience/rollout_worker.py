@@ -37,7 +37,6 @@ from nemo_rl.distributed.abort import RootCause
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_groups import WorkerFleet
 from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
-from nemo_rl.environments.interfaces import EnvReport
 from nemo_rl.errors import DataPlaneClosed, RewardError, WorkerError
 from nemo_rl.experience import routes
 from nemo_rl.experience.conversation_log import (
@@ -67,7 +66,7 @@ from nemo_rl.experience.payload import (
     version_span_column,
 )
 from nemo_rl.experience.rollout_records import WEIGHT_VERSION, GroupRequest, RolloutInfo, RolloutResult
-from nemo_rl.experience.rollouts import ResponseScorer, RolloutSpec, check_versions, sampling_params
+from nemo_rl.experience.rollouts import EnvReport, ResponseScorer, RolloutSpec, check_versions, sampling_params
 from nemo_rl.experience.routes import RouteWriter
 from nemo_rl.experience.scheduler import EngineScheduler
 from nemo_rl.models.generation.interfaces import (
@@ -282,25 +281,23 @@ class RolloutWorker:
             images=self._pictures.of([self._train[group.prompt] for group in groups]),
         )
 
-        scored = self._scored(groups, self._stream(request, engine, share), version)
+        stream = self._stream(request, engine, share)
+        scored = ((samples, None) for samples in stream) if self._beside is None else self._scored(groups, stream)
         for part, (samples, report) in enumerate(scored):
+            check_versions(samples.output, version)
             ended = [groups[number] for number in samples.groups]
             results = self._write(ended, samples.output, report, partition_id=partition_id, is_first=part == 0)
             yield tuple(each.counted() for each in (replace(results[0], schedule=samples.schedule), *results[1:]))
 
     def _scored(
-        self, groups: Sequence[GroupRequest], stream: Iterator[GroupSamples], version: int | None
+        self, groups: Sequence[GroupRequest], stream: Iterator[GroupSamples]
     ) -> Iterator[tuple[GroupSamples, EnvReport]]:
-        """Yield samples with their rewards, in the order of the samples; where scoring waits for others, it does so
-        beside the sampling of further groups."""
-        assert self._scorer is not None, "single turns are scored"
+        """Yield samples with their rewards, in the order of the samples; they are scored beside the sampling of further
+        groups."""
+        assert self._scorer is not None and self._beside is not None, "scoring waits for others"
         waiting: deque[tuple[GroupSamples, Future[tuple[tuple[str, ...], EnvReport]]]] = deque()
         for samples in stream:
-            check_versions(samples.output, version)
             prompts = [self._train[groups[number].prompt] for number in samples.groups]
-            if self._beside is None:
-                yield samples, self._scorer.score(prompts, samples.output)[1]
-                continue
             waiting.append((samples, self._beside.submit(self._scorer.score, prompts, samples.output)))
             while waiting and waiting[0][1].done():
                 first, done = waiting.popleft()
@@ -416,15 +413,17 @@ class RolloutWorker:
         self,
         groups: Sequence[GroupRequest],
         output: GenerationOutput,
-        report: EnvReport,
+        report: EnvReport | None,
         *,
         partition_id: str,
         is_first: bool,
     ) -> tuple[RolloutResult, ...]:
-        """Write the columns of groups that have been scored; `is_first` of the groups of one call of `rollout`."""
-        if any(report.unscored) and self._beside is None:
-            raise RewardError(f"{UNSCORED_ROWS}, got {next(filter(None, report.unscored))!r}")
+        """Score groups that have ended, unless they come with a report, and write their columns; `is_first` of the
+        groups of one call of `rollout`."""
         prompts = [self._train[group.prompt] for group in groups]
+        if report is None:
+            assert self._scorer is not None, "single turns are scored"
+            _, report = self._scorer.score(prompts, output)
         size = len(output.lengths) // len(groups)
         keys = keys_of_groups([group.uid for group in groups], size)
         columns = build_columns(
@@ -456,17 +455,18 @@ class RolloutWorker:
             truncated=output.truncated.numpy(),
             response_lengths=output.lengths.numpy().astype(np.int32),
             components=component_columns(report.components),
-            conversations=None
-            if self._beside is None
-            else single_turns(report.unscored, output.truncated.numpy(), group_size=size),
         )
+        if self._beside is not None or any(report.unscored):
+            sample_stats = self._with_unscored(sample_stats, report, group_size=size)
         written = RolloutResult(meta=meta, sample_stats=sample_stats)
-        shared = {"reward_timeouts": Sum(float(report.num_timeouts)), **output.metrics, **route_metrics}
-        shared |= report.metrics
-        results = list[RolloutResult]()
-        for first, metrics in zip(range(0, len(keys), size), group_metrics(output, size), strict=True):
-            group = written.select(range(first, first + size))
-            results.append(replace(group, metrics={**metrics, **left_out_metrics(group.sample_stats)}))
+        shared = {"reward_timeouts": Sum(float(report.num_timeouts)), **report.metrics, **output.metrics}
+        shared |= route_metrics
+        results = [
+            replace(written.select(range(first, first + size)), metrics=metrics)
+            for first, metrics in zip(range(0, len(keys), size), group_metrics(output, size), strict=True)
+        ]
+        if sample_stats.conversations is not None:
+            results = [replace(r, metrics={**r.metrics, **left_out_metrics(r.sample_stats)}) for r in results]
         # What was measured of all these groups together goes with the first one.
         results[0] = replace(results[0], metrics={**results[0].metrics, **shared}, printed=report.printed)
         if (durable := self._durable) is not None:
@@ -474,6 +474,12 @@ class RolloutWorker:
             versions = [set().union(*of_row[at : at + size]) for at in range(0, len(keys), size)]
             durable.keep(groups, results, versions, columns, weights=self._weights)
         return tuple(results)
+
+    def _with_unscored(self, stats: SampleStats, report: EnvReport, *, group_size: int) -> SampleStats:
+        """Return the rows with what is known of those without a reward."""
+        if self._beside is None:
+            raise RewardError(f"{UNSCORED_ROWS}, got {next(filter(None, report.unscored), '')!r}")
+        return replace(stats, conversations=single_turns(report.unscored, stats.truncated, group_size=group_size))
 
     def _kept(self, columns: BatchedDataDict, partition_id: str) -> BatchedDataDict:
         """Return the columns as they are kept in files, without padding; as they are where none are kept."""

@@ -33,6 +33,7 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.models.vision.processor import PromptPictures
 
 __all__ = [
+    "EnvReport",
     "MeasuredSamples",
     "ResponseSampler",
     "ResponseScorer",

@@ -43,7 +43,7 @@ from nemo_rl.data.template_check import PatternCheck, check_template, role_patte
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_identity
 from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
-from nemo_rl.environments.interfaces import Response
+from nemo_rl.environments.interfaces import IsProbed, Response
 from nemo_rl.environments.process_environment import ProcessEnvironment
 from nemo_rl.errors import ConfigError, DatasetError, RewardError, UserError
 from nemo_rl.experience.conversation_setup import EXAMPLE_TOOLS, FormatCheck, RolloutEnvironment, check_format
@@ -297,9 +297,7 @@ def _score_first(config: MasterConfig, scorer: object, source: DatasetConfig, wh
         return
     prompt = Prompt(index=0, text=raw.text, answer=raw.answer, ids=(), metadata=raw.metadata)
     if has_judges:
-        from nemo_rl.environments.judges.environment import JudgeEnvironment  # noqa: PLC0415 - of runs with judges
-
-        assert isinstance(scorer, JudgeEnvironment)
+        assert isinstance(scorer, IsProbed)
         scorer.probe(prompt, where=where)
         return
     assert isinstance(scorer, ProcessEnvironment)
