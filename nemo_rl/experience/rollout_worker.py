@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +86,9 @@ GROUPS_BESIDE = 64
 """Batches of groups that are scored at one time, beside sampling; each holds a thread that waits."""
 MOST_WAITING = 3
 """Conversations that a message about a step that waits names."""
+
+
+_Report = EnvReport | None
 
 
 class RolloutWorker:
@@ -282,11 +285,11 @@ class RolloutWorker:
         )
 
         stream = self._stream(request, engine, share)
-        scored = ((samples, None) for samples in stream) if self._beside is None else self._scored(groups, stream)
+        scored = zip(stream, repeat(None)) if self._beside is None else self._scored(groups, stream)
         for part, (samples, report) in enumerate(scored):
             check_versions(samples.output, version)
             ended = [groups[number] for number in samples.groups]
-            results = self._write(ended, samples.output, report, partition_id=partition_id, is_first=part == 0)
+            results = self._write(ended, samples.output, report, partition_id=partition_id, first=part == 0)
             yield tuple(each.counted() for each in (replace(results[0], schedule=samples.schedule), *results[1:]))
 
     def _scored(
@@ -413,17 +416,15 @@ class RolloutWorker:
         self,
         groups: Sequence[GroupRequest],
         output: GenerationOutput,
-        report: EnvReport | None,
+        report: _Report,
         *,
         partition_id: str,
-        is_first: bool,
+        first: bool,
     ) -> tuple[RolloutResult, ...]:
-        """Score groups that have ended, unless they come with a report, and write their columns; `is_first` of the
-        groups of one call of `rollout`."""
+        """Score groups that have ended, if nobody has, and write their columns; `first` of one call of `rollout`."""
+        assert self._scorer is not None, "single turns are scored"
         prompts = [self._train[group.prompt] for group in groups]
-        if report is None:
-            assert self._scorer is not None, "single turns are scored"
-            _, report = self._scorer.score(prompts, output)
+        report = report or self._scorer.score(prompts, output)[1]
         size = len(output.lengths) // len(groups)
         keys = keys_of_groups([group.uid for group in groups], size)
         columns = build_columns(
@@ -438,7 +439,7 @@ class RolloutWorker:
         route_metrics: dict[str, Reduction] = {}
         if self._spec.policy.router_replay.records_at_rollout:
             route_metrics = self._routes.add(
-                self.client, columns, recorded, keys=keys, partition_id=partition_id, is_first=is_first
+                self.client, columns, recorded, keys=keys, partition_id=partition_id, is_first=first
             )
         rewards = np.asarray(report.rewards, dtype=np.float32)
         tags = [
@@ -456,17 +457,15 @@ class RolloutWorker:
             response_lengths=output.lengths.numpy().astype(np.int32),
             components=component_columns(report.components),
         )
-        if self._beside is not None or any(report.unscored):
-            sample_stats = self._with_unscored(sample_stats, report, group_size=size)
         written = RolloutResult(meta=meta, sample_stats=sample_stats)
-        shared = {"reward_timeouts": Sum(float(report.num_timeouts)), **report.metrics, **output.metrics}
-        shared |= route_metrics
+        shared = {"reward_timeouts": Sum(float(report.num_timeouts)), **output.metrics, **route_metrics}
+        shared |= report.metrics
         results = [
             replace(written.select(range(first, first + size)), metrics=metrics)
             for first, metrics in zip(range(0, len(keys), size), group_metrics(output, size), strict=True)
         ]
-        if sample_stats.conversations is not None:
-            results = [replace(r, metrics={**r.metrics, **left_out_metrics(r.sample_stats)}) for r in results]
+        if self._beside is not None or any(report.unscored):
+            results = self._with_unscored(results, report.unscored, size)
         # What was measured of all these groups together goes with the first one.
         results[0] = replace(results[0], metrics={**results[0].metrics, **shared}, printed=report.printed)
         if (durable := self._durable) is not None:
@@ -475,11 +474,19 @@ class RolloutWorker:
             durable.keep(groups, results, versions, columns, weights=self._weights)
         return tuple(results)
 
-    def _with_unscored(self, stats: SampleStats, report: EnvReport, *, group_size: int) -> SampleStats:
-        """Return the rows with what is known of those without a reward."""
+    def _with_unscored(
+        self, groups: Sequence[RolloutResult], unscored: Sequence[str], size: int
+    ) -> list[RolloutResult]:
+        """Return groups with what is known of their rows without a reward."""
         if self._beside is None:
-            raise RewardError(f"{UNSCORED_ROWS}, got {next(filter(None, report.unscored), '')!r}")
-        return replace(stats, conversations=single_turns(report.unscored, stats.truncated, group_size=group_size))
+            raise RewardError(f"{UNSCORED_ROWS}, got {next(filter(None, unscored))!r}")
+        found = []
+        for first, group in zip(range(0, size * len(groups), size), groups, strict=True):
+            rows = single_turns(unscored[first : first + size], group.sample_stats.truncated, group_size=size)
+            stats = replace(group.sample_stats, conversations=rows)
+            metrics = {**group.metrics, **left_out_metrics(stats)}
+            found.append(replace(group, sample_stats=stats, metrics=metrics))
+        return found
 
     def _kept(self, columns: BatchedDataDict, partition_id: str) -> BatchedDataDict:
         """Return the columns as they are kept in files, without padding; as they are where none are kept."""

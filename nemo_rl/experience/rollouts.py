@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
 from threading import Lock
@@ -239,13 +240,12 @@ class ResponseScorer:
         """
         with self._lock:
             texts = self._decode(output)
-            measured = zip(texts, output.lengths.tolist(), output.truncated.tolist(), strict=True)
-            responses = [Response(text=text, num_tokens=length, truncated=cut) for text, length, cut in measured]
-            size = len(responses) // max(1, len(prompts))
-            rows = [prompt for prompt in prompts for _ in range(size)]
-            if not self.overlaps:
-                return tuple(texts), self._environment.score(rows, responses)
-        return tuple(texts), self._environment.score(rows, responses)
+        measured = zip(texts, output.lengths.tolist(), output.truncated.tolist(), strict=True)
+        responses = [Response(text=text, num_tokens=length, truncated=cut) for text, length, cut in measured]
+        size = len(responses) // max(1, len(prompts))
+        with nullcontext() if self.overlaps else self._lock:
+            report = self._environment.score([prompt for prompt in prompts for _ in range(size)], responses)
+        return tuple(texts), report
 
     def _decode(self, output: GenerationOutput) -> list[str]:
         """Texts of all responses, without the stop token that ended them."""
