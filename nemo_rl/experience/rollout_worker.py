@@ -283,7 +283,6 @@ class RolloutWorker:
             keys=tuple(keys_of_groups([group.uid for group in groups], size)) if self._spec.names_rows else (),
             images=self._pictures.of([self._train[group.prompt] for group in groups]),
         )
-
         stream = self._stream(request, engine, share)
         scored = zip(stream, repeat(None)) if self._beside is None else self._scored(groups, stream)
         for part, (samples, report) in enumerate(scored):
@@ -413,13 +412,7 @@ class RolloutWorker:
         return result
 
     def _write(
-        self,
-        groups: Sequence[GroupRequest],
-        output: GenerationOutput,
-        report: _Report,
-        *,
-        partition_id: str,
-        first: bool,
+        self, groups: list[GroupRequest], output: GenerationOutput, report: _Report, *, partition_id: str, first: bool
     ) -> tuple[RolloutResult, ...]:
         """Score groups that have ended, if nobody has, and write their columns; `first` of one call of `rollout`."""
         assert self._scorer is not None, "single turns are scored"
@@ -459,15 +452,17 @@ class RolloutWorker:
         )
         written = RolloutResult(meta=meta, sample_stats=sample_stats)
         shared = {"reward_timeouts": Sum(float(report.num_timeouts)), **output.metrics, **route_metrics}
-        shared |= report.metrics
         results = [
             replace(written.select(range(first, first + size)), metrics=metrics)
             for first, metrics in zip(range(0, len(keys), size), group_metrics(output, size), strict=True)
         ]
-        if self._beside is not None or any(report.unscored):
-            results = self._with_unscored(results, report.unscored, size)
+        results = (
+            self._with_unscored(results, report.unscored, size) if self._beside or any(report.unscored) else results
+        )
         # What was measured of all these groups together goes with the first one.
-        results[0] = replace(results[0], metrics={**results[0].metrics, **shared}, printed=report.printed)
+        results[0] = replace(
+            results[0], metrics={**results[0].metrics, **report.metrics, **shared}, printed=report.printed
+        )
         if (durable := self._durable) is not None:
             of_row = [{version for _, version in spans} for spans in output.row_spans]
             versions = [set().union(*of_row[at : at + size]) for at in range(0, len(keys), size)]
