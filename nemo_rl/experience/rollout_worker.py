@@ -284,11 +284,11 @@ class RolloutWorker:
             images=self._pictures.of([self._train[group.prompt] for group in groups]),
         )
         stream = self._stream(request, engine, share)
-        scored = zip(stream, repeat(None)) if self._beside is None else self._scored(groups, stream)
-        for part, (samples, report) in enumerate(scored):
+        scored = self._scored(groups, stream) if self._beside else zip(stream, repeat(None))
+        for at, (samples, report) in enumerate(scored):
             check_versions(samples.output, version)
             ended = [groups[number] for number in samples.groups]
-            results = self._write(ended, samples.output, report, partition_id=partition_id, first=part == 0)
+            results = self._write(ended, samples.output, report, partition_id=partition_id, first=at == 0)
             yield tuple(each.counted() for each in (replace(results[0], schedule=samples.schedule), *results[1:]))
 
     def _scored(
@@ -456,28 +456,23 @@ class RolloutWorker:
             replace(written.select(range(first, first + size)), metrics=metrics)
             for first, metrics in zip(range(0, len(keys), size), group_metrics(output, size), strict=True)
         ]
-        results = (
-            self._with_unscored(results, report.unscored, size) if self._beside or any(report.unscored) else results
-        )
+        results = self._with_unscored(results, report, size) if self._beside or any(report.unscored) else results
         # What was measured of all these groups together goes with the first one.
-        results[0] = replace(
-            results[0], metrics={**results[0].metrics, **report.metrics, **shared}, printed=report.printed
-        )
+        shared = {**results[0].metrics, **report.metrics, **shared}
+        results[0] = replace(results[0], metrics=shared, printed=report.printed)
         if (durable := self._durable) is not None:
             of_row = [{version for _, version in spans} for spans in output.row_spans]
             versions = [set().union(*of_row[at : at + size]) for at in range(0, len(keys), size)]
             durable.keep(groups, results, versions, columns, weights=self._weights)
         return tuple(results)
 
-    def _with_unscored(
-        self, groups: Sequence[RolloutResult], unscored: Sequence[str], size: int
-    ) -> list[RolloutResult]:
+    def _with_unscored(self, groups: Sequence[RolloutResult], report: EnvReport, size: int) -> list[RolloutResult]:
         """Return groups with what is known of their rows without a reward."""
         if self._beside is None:
-            raise RewardError(f"{UNSCORED_ROWS}, got {next(filter(None, unscored))!r}")
+            raise RewardError(f"{UNSCORED_ROWS}, got {next(filter(None, report.unscored))!r}")
         found = []
         for first, group in zip(range(0, size * len(groups), size), groups, strict=True):
-            rows = single_turns(unscored[first : first + size], group.sample_stats.truncated, group_size=size)
+            rows = single_turns(report.unscored[first : first + size], group.sample_stats.truncated, group_size=size)
             stats = replace(group.sample_stats, conversations=rows)
             metrics = {**group.metrics, **left_out_metrics(stats)}
             found.append(replace(group, sample_stats=stats, metrics=metrics))

@@ -238,12 +238,11 @@ class ResponseScorer:
         Raises:
             RewardError: a reward function failed.
         """
-        with self._lock:
-            texts = self._decode(output)
-        measured = zip(texts, output.lengths.tolist(), output.truncated.tolist(), strict=True)
-        responses = [Response(text=text, num_tokens=length, truncated=cut) for text, length, cut in measured]
-        size = len(responses) // max(1, len(prompts))
         with nullcontext() if self.overlaps else self._lock:
+            texts = self._decode(output)
+            measured = zip(texts, output.lengths.tolist(), output.truncated.tolist(), strict=True)
+            responses = [Response(text=text, num_tokens=length, truncated=cut) for text, length, cut in measured]
+            size = len(responses) // max(1, len(prompts))
             report = self._environment.score([prompt for prompt in prompts for _ in range(size)], responses)
         return tuple(texts), report
 
