@@ -4,8 +4,8 @@
 
 Trains the recipe once for each seed and each way of drawing prompts. A run ends at the first validation, on prompts of
 the hardest kind alone, whose accuracy is `--reached`. Prints the rows that each has sampled, and the ratio of their
-medians. Exit code 1 when a run did not get there, or a bound of `--bounds` is missed: of the ratio of medians, and of the
-ratio at each seed.
+medians. Exit code 1 when a run did not get there, or a bound of `--bounds` is missed: of the ratio of medians, and of
+the ratio at each seed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -31,9 +31,9 @@ from nemo_rl.algorithms.batches import (
     group_request,
     is_informative,
     note_group,
+    noted,
     step_of_groups,
     too_few_groups,
-    with_metrics,
 )
 from nemo_rl.algorithms.scheduled_batches import GROUPS, ScheduleFile, keep_groups, restore_groups
 from nemo_rl.algorithms.stages.columns import PARTITION, TRAIN_TASK
@@ -146,14 +146,13 @@ class AsyncBatches(BatchSource):
             chosen = [self._ready.pop(name) for name in selection.names]
             self._taken[number] = selection.names
             self._filtered = Mean(0.0, 0.0)
+            metrics, drawn = self._metrics(), [running.ticket.draw for running, _ in chosen]
+            groups = [result for _, result in chosen]
             if self._parts.sampler.notes_groups:
-                for running, result in chosen:
-                    note_group(self._parts.sampler, running.ticket.draw, result)
-            metrics = {**self._metrics(), **self._parts.sampler.metrics()}
-        groups = [result for _, result in chosen]
+                groups = noted(self._parts.sampler, drawn, groups)
         self._claim([running.uid for running, _ in chosen], num_rows=sum(len(group.meta) for group in groups))
-        done = step_of_groups(number, [running.ticket.draw for running, _ in chosen], groups, started=started)
-        return with_metrics(done, metrics)
+        done = step_of_groups(number, drawn, groups, started=started)
+        return replace(done, rolled=replace(done.rows, metrics={**done.rows.metrics, **metrics}))
 
     def updated(self, version: int, *, weights: str | None) -> None:
         if not self._thread.is_alive() and not self._is_closed:

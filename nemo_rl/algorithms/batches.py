@@ -43,7 +43,6 @@ __all__ = [
     "is_informative",
     "note_group",
     "step_of_groups",
-    "with_metrics",
 ]
 
 DROPPED = "not trained: equal rewards in its group (grpo.use_dynamic_sampling)"
@@ -187,8 +186,7 @@ class SyncBatches(BatchSource):
         with cleared_after_error(self._parts.client, step.partition, step.keys):
             groups = self._sample(step)
         self.unfinished = None
-        done, sampler = with_rows(step, groups, started=started), self._parts.sampler
-        return with_metrics(done, sampler.metrics()) if sampler.notes_groups else done
+        return with_rows(step, groups, started=started)
 
     @property
     def is_exhausted(self) -> bool:
@@ -238,10 +236,7 @@ class SyncBatches(BatchSource):
         ]
         pending = self._parts.rollout.submit_groups(requests, version=step.weight_version, partition_id=step.partition)
         groups = [group.result() for group in pending]
-        if self._parts.sampler.notes_groups:
-            for draw, group in zip(step.drawn, groups, strict=True):
-                note_group(self._parts.sampler, draw, group)
-        return groups
+        return noted(self._parts.sampler, step.drawn, groups) if self._parts.sampler.notes_groups else groups
 
 
 class DynamicBatches(SyncBatches):
@@ -280,7 +275,7 @@ class DynamicBatches(SyncBatches):
         uids = tuple(group.group_uids[0] for group in chosen)
         step = replace(step, drawn=tuple(draws), uids=uids, keys=keys, weight_version=None)
         done = with_rows(step, chosen, started=started)
-        metrics = {**rounds.metrics(carried=self.num_waiting_rows), **self._parts.sampler.metrics()}
+        metrics = rounds.metrics(carried=self.num_waiting_rows)
         return replace(done, rolled=replace(done.rows, metrics=metrics))
 
     @property
@@ -473,9 +468,12 @@ def with_rows(step: StepState, groups: Sequence[RolloutResult], *, started: floa
     return replace(step, rolled=rolled, stage_seconds={ROLLOUT: time.perf_counter() - started})
 
 
-def with_metrics(step: StepState, metrics: Mapping[str, Reduction]) -> StepState:
-    """Return the step with further metrics of its rollout, `rollout/...` in what a run logs."""
-    return replace(step, rolled=replace(step.rows, metrics={**step.rows.metrics, **metrics}))
+def noted(stream: PromptStream, drawn: Sequence[SampledPrompt], groups: Sequence[RolloutResult]) -> list[RolloutResult]:
+    """Tell the stream the rewards of groups, in their order; return them, the first one with the stream's metrics."""
+    for draw, group in zip(drawn, groups, strict=True):
+        note_group(stream, draw, group)
+    first, *others = groups
+    return [replace(first, metrics={**first.metrics, **stream.metrics()}), *others]
 
 
 def note_group(stream: PromptStream, draw: SampledPrompt, group: RolloutResult) -> None:

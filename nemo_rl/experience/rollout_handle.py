@@ -141,8 +141,7 @@ class RolloutHandle:
         Args:
             version, engine: as in `RolloutWorker.rollout`.
         """
-        futures = {group.uid: Future[RolloutResult]() for group in groups}
-        numbers = self._numbers("rollout")
+        futures, numbers = {group.uid: Future[RolloutResult]() for group in groups}, self._numbers("rollout")
         if not self._waits or engine is not None:
             # Steps that are sampled ahead have several calls at a time: workers take turns.
             numbers, self._next = (numbers[self._next % len(numbers)],), self._next + 1

@@ -74,12 +74,11 @@ class Score(Stage):
     """Rewards to advantages and weights; the rows that are trained, and where."""
 
     def _submit(self, step: StepState) -> Pending[StepState]:
-        per_token = self._tools.token_estimator is not None
         scored = score_rows(
             step.rows.sample_stats,
             step.rows.group_uids,
             self._tools.grpo,
-            per_token=per_token,
+            per_token=self._tools.token_estimator is not None,
             by_conversation=self._tools.weighs_by_row,
         )
         if self._tools.loss_weights:
