@@ -201,6 +201,7 @@ class Recipe:
             node = _new_section(node, part) if present is None else present
         node[path[-1]] = value
         self.mark(tuple(path), layer)
+        self.layers |= {leaf: layer for leaf, _ in _leaves(value, prefix=tuple(path))}
         return None
 
     def mark(self, path: tuple[str, ...], layer: Layer | None) -> None:
