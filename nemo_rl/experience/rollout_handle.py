@@ -136,10 +136,8 @@ class RolloutHandle:
         """Have groups sampled, scored and written; the result of each is there when its rows are in the data plane.
 
         Groups of one call share batches of the engines, and which they share depends on the call alone. Where the
-        driver waits for a step, all workers do their parts of it: bits are equal whatever their number.
-
-        Args:
-            version, engine: as in `RolloutWorker.rollout`.
+        driver waits for a step, all workers do their parts of it: bits are equal whatever their number. Version and
+        engine are as in `RolloutWorker.rollout`.
         """
         futures, numbers = {group.uid: Future[RolloutResult]() for group in groups}, self._numbers("rollout")
         if not self._waits or engine is not None:
