@@ -109,6 +109,14 @@ def rule_curriculum_fits_the_run(config: MasterConfig) -> Iterator[str]:
                 f"{where}.max_num_epochs: {count} counts passes over the prompts, and {switch} passes over some more "
                 "often than over others; set it to null"
             )
+    for path, env in config.envs.items():
+        for name, judge in env.judges.items():
+            if judge.mode != "pointwise":
+                yield (
+                    f"{path}.judges.{name}.mode: {judge.mode!r} compares the responses of a group, so its rewards do "
+                    f"not say how well a prompt is solved, which {switch} asks; set it to pointwise, or leave {switch} "
+                    "out"
+                )
     if data.train.named and (grpo.use_dynamic_sampling or data.mixture.unit == "tokens"):
         takes = "grpo.use_dynamic_sampling" if grpo.use_dynamic_sampling else "data.mixture.unit"
         yield (

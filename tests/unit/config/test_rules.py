@@ -344,6 +344,13 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             (WINDOW, "grpo.async.enabled=true", "data_plane.durable.path=groups"),
             "data_plane.durable.path: finds finished groups by their place in the stream",
         ),
+        (
+            (
+                *(WINDOW, "env.name=judge"),
+                "env.judges={j: {model: m, rubric: r, base_url: 'http://127.0.0.1:1/v1', mode: pairwise}}",
+            ),
+            "env.judges.j.mode: 'pairwise' compares the responses of a group",
+        ),
         (("data.curriculum.gates={b: {after: a}}",), "data.curriculum.gates.b: expected sources of data.train (it is"),
         (
             (*SOURCES, "data.curriculum.gates={b: {after: c}}"),
