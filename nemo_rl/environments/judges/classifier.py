@@ -50,6 +50,11 @@ class ClassifierJudge:
             )
         if model.config.num_labels != 1:
             raise ConfigError(f"{key}: expected a model with one score (num_labels 1), got {model.config.num_labels}")
+        if not isinstance(dict(model.named_children()).get("score"), torch.nn.Linear):
+            raise ConfigError(
+                f"{key}: {type(model).__name__} has no head named 'score' over its last token, as reward models have; "
+                "serve it behind an endpoint"
+            )
         if not self._tokenizer.chat_template:
             raise ConfigError(f"{key}: the tokenizer of {config.model!r} has no chat template, by which it was trained")
         self._model = model.eval()

@@ -7,15 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+)
 
 from nemo_rl.config.judges import JudgeConfig
 from nemo_rl.environments.judges.classifier import ClassifierJudge
 from nemo_rl.environments.judges.kept import KeptVerdicts
 from nemo_rl.environments.judges.verdicts import Case
 from nemo_rl.errors import ConfigError
-
-SMOLLM2 = Path("checkpoints/smollm2")
+from tests.helpers.conversations import small_tokenizer
 
 
 @pytest.fixture(name="folder")
@@ -24,8 +31,8 @@ def _folder(tmp_path: Path) -> Path:
 
 
 def _reward_model(folder: Path, *, kind: Any, num_labels: int = 1) -> Path:
-    tokenizer: Any = AutoTokenizer.from_pretrained("checkpoints/starter_sort")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] + m['content'] }}{% endfor %}{{ eos_token }}"
+    template = "{% for m in messages %}{{ m['role'][0] + m['content'] }}{% endfor %}{{ eos_token }}"
+    tokenizer: Any = small_tokenizer(template)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=16,
@@ -75,5 +82,15 @@ def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
         _judge(_reward_model(tmp_path / "causal", kind=Qwen3ForCausalLM))
     with pytest.raises(ConfigError, match="num_labels 1"):
         _judge(_reward_model(tmp_path / "two", kind=Qwen3ForSequenceClassification, num_labels=2))
+    other = _reward_model(tmp_path / "other", kind=Qwen3ForSequenceClassification)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 64, "num_labels": 1}
+    GPT2ForSequenceClassification(GPT2Config(**sizes)).save_pretrained(other)
+    assert _judge(other).scores([[1, 2]]), "its head has another base, and the same name"
+    classifier = BertForSequenceClassification(
+        BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64, num_labels=1)
+    )
+    classifier.save_pretrained(other)
+    with pytest.raises(ConfigError, match="no head named 'score'"):
+        _judge(other)
     with pytest.raises(ConfigError, match="cannot be loaded"):
         _judge(tmp_path / "nothing")
