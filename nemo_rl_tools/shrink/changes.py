@@ -19,7 +19,7 @@ from nemo_rl.config.policy import ParallelSizes
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import lookup, put
 from nemo_rl.data_plane.store_kinds import kind_named
-from nemo_rl.errors import UserError
+from nemo_rl.errors import ConfigError, UserError
 
 __all__ = ["TEACHER", "Changes", "ShrinkChange", "changes_of", "small_layout", "teacher_sizes"]
 
@@ -205,7 +205,15 @@ def changes_of(
     Args:
         model: folder of the small model.
         num_layers: of that model.
+
+    Raises:
+        ConfigError: the recipe is of supervised training.
     """
+    if config.sft.enabled:
+        raise ConfigError(
+            "sft.enabled: a small run is compared by its kept steps, which supervised training does not keep; run the "
+            "recipe itself with grpo.max_num_steps=2 and a smaller policy.train_global_batch_size"
+        )
     changes = Changes(config)
     _model(changes, config, model)
     _layout(changes, config, layout, num_layers)
@@ -355,6 +363,8 @@ def _prompts(changes: Changes, config: MasterConfig) -> None:
             changes.set(f"data.{name}", generated, why)
     if config.data.validation_sets:
         changes.set("data.validation_sets", {}, why)
+    if config.data.curriculum.is_on:
+        changes.set("data.curriculum", {}, "one source, and few steps")
     _sampling(changes, config.grpo)
     changes.set("env", {"name": "custom", "reward_function": REWARD}, "a reward that differs from sample to sample")
     changes.set("grpo.stop_at_validation_accuracy", None, "all steps run")

@@ -16,13 +16,13 @@ const VIEWS = [
   ["Loss", /^train\/(loss|.*_loss|grad_norm|policy_kl|reference_kl|kl_penalty|approx_entropy|clip|learning_rate|probs_ratio)/],
   ["Mismatch", new RegExp("(mismatch|gen_kl|js_divergence|gen_probs_ratio|token_mult_prob|logprob_error|"
     + "sampling_importance|^r3/(k3|f128|f2|max_ratio)_)")],
-  ["Curriculum", /^rollout\/curriculum\//],
   ["Staleness", /(staleness|^async\/|^rollout\/groups_)/],
   ["Routes", /^(r3\/|rollout\/routes_)/],
   ["Time", /^timing\//],
   ["Engines", /^rollout\/(engine|tokens_per_s|mean_response|truncated)/],
   ["Data plane", /^data_plane\//],
   ["All", /./],
+  ["Curriculum", /^rollout\/curriculum\//],
 ];
 const MISMATCH = "train/token_mult_prob_error";
 const FIRST_CHARTS = 24;
@@ -182,7 +182,7 @@ function showAll() {
   keepAddress();
   document.querySelectorAll("#runs a.run").forEach((link, i) => { link.href = address({ run: runs[i].id }); });
   byId("views").replaceChildren(...VIEWS.map(([name], i) => h("button", {
-    type: "button", title: `key ${i + 1}`, "aria-pressed": name === state.view,
+    type: "button", title: i < 9 ? `key ${i + 1}` : "", "aria-pressed": name === state.view,
     onclick: () => { state.view = name; state.all = false; showAll(); },
   }, name)));
   showNote();

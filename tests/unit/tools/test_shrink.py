@@ -55,7 +55,12 @@ def small(tmp_path: Path, recipe: Path, *overrides: str) -> MasterConfig:
     return write_recipe(tmp_path, recipe, overrides, changes)
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_of_supervised_training_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="compared by its kept steps, which supervised training does not keep"):
+        small(tmp_path, RECIPES / "sft_smollm2_cpu.yaml")
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("grpo_*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_has_a_small_one_with_its_switches(recipe: Path, tmp_path: Path) -> None:
     real, made = load_config(recipe), small(tmp_path, recipe)
     assert made.cluster.gpus_per_node == 0 and made.cluster.num_nodes == 1
