@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -42,3 +43,9 @@ def test_a_form_has_the_fields_that_a_forge_asks_for(path: Path) -> None:
 def test_the_changelog_has_the_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_no_link_of_a_machine_is_tracked() -> None:
+    """A link to a folder that another machine does not have keeps `make` from making it."""
+    listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60)
+    assert [line for line in listed.stdout.splitlines() if line.startswith("120000")] == []
