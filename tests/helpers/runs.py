@@ -149,11 +149,14 @@ def run_cli(recipe: Path, *overrides: str, timeout_s: float = 180.0) -> tuple[in
 
 def rollouts_of(log_dir: Path, step: int) -> list[dict[str, object]]:
     """Return the readable rollouts of a step."""
-    lines = (log_dir / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return _lines_of(log_dir / "rollouts" / f"step_{step}.jsonl")
 
 
 def validated_rollouts_of(log_dir: Path, step: int) -> list[dict[str, object]]:
     """Return the readable rollouts of the validation after a step."""
-    lines = (log_dir / "rollouts" / f"val_step_{step}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return _lines_of(log_dir / "rollouts" / f"val_step_{step}.jsonl")
+
+
+def _lines_of(path: Path) -> list[dict[str, object]]:
+    # A text may hold other ends of lines than that of the file.
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
