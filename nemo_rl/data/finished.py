@@ -80,7 +80,7 @@ class FinishedSet:
     remarks: tuple[str, ...]
     """Lines about the source for the user."""
     prompts: frozenset[str]
-    """What its conversations ask, as `_opening_of` has it."""
+    """Says what its conversations ask, as `_opening_of` has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

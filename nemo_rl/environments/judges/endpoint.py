@@ -44,7 +44,7 @@ _TEXT_SHOWN = 300
 
 @dataclass(slots=True)
 class _Tries:
-    """What has come of a case so far."""
+    """Holds what has come of a case so far."""
 
     count: int = 0
     limited: int = 0

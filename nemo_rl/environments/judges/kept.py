@@ -37,7 +37,7 @@ class KeptVerdicts:
         self._judges = {name: judge.model_dump(mode="json", include=set(_DECIDES)) for name, judge in judges.items()}
         self._scores: dict[str, tuple[float, ...]] = {}
         self._failures: dict[str, tuple[str, str]] = {}
-        """Of other runs alone, which are repeated as they were: texts and kinds of failures."""
+        """Texts and kinds of failures of other runs alone, which are repeated as they were."""
         self.spent: dict[str, tuple[int, int]] = {}
         """Tokens that the run has had read and written so far, by judges."""
         others = [Path(judge.verdicts) for judge in judges.values() if judge.verdicts is not None]

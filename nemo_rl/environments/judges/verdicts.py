@@ -1,4 +1,4 @@
-"""What a judge is asked and how its answer is read: messages, schema, and the record of a verdict.
+"""Says what a judge is asked and how its answer is read: messages, schema, and the record of a verdict.
 
 Called by the judges. Invariant: a response is data. Its block ends at a code that no response can hold, and no text of
 it is a control token; a text without a verdict gives a reason, never a number.
