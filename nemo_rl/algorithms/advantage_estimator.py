@@ -100,8 +100,8 @@ class UsesRows:
 
 def group_indices(uids: Sequence[Hashable]) -> torch.Tensor:
     """`[N]` int64: groups numbered in order of first appearance."""
-    numbers: dict[Hashable, int] = {}
-    return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=torch.int64)
+    numbers = {uid: number for number, uid in enumerate(dict.fromkeys(uids))}
+    return torch.tensor(list(map(numbers.__getitem__, uids)), dtype=torch.int64)
 
 
 def group_statistics(rewards: torch.Tensor, uids: Sequence[Hashable]) -> GroupStats:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import torch
 
@@ -358,7 +359,7 @@ def select_train_rows(
     rows: list[int] = []
     sizes: list[int] = []
     for members in _optimizer_steps(scored, size):
-        kept = [i for i in members if stays[i]]
+        kept = list(compress(members, map(stays.__getitem__, members)))
         if not kept:
             continue
         if not (policy.sequence_packing.is_on or policy.dynamic_batching.enabled):
@@ -374,10 +375,11 @@ def select_train_rows(
 
 def _optimizer_steps(scored: ScoredRows, size: int) -> list[list[int]]:
     """Return the rows of each optimizer step: `size` rows, or all rows of `size` conversations."""
-    numbers = scored.conversations
-    of_row = list(range(len(scored.sample_mask))) if numbers is None else numbers.tolist()
+    if scored.conversations is None:
+        num_rows = len(scored.sample_mask)
+        return [list(range(start, min(start + size, num_rows))) for start in range(0, num_rows, size)]
     steps: dict[int, list[int]] = {}
-    for row, number in enumerate(of_row):
+    for row, number in enumerate(scored.conversations.tolist()):
         steps.setdefault(number // size, []).append(row)
     return list(steps.values())
 

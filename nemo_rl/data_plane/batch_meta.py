@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from math import isfinite
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue, plain_column
+from nemo_rl.data_plane.chunks.tags import Tags, TagTable, TagValue, picker, plain_column
 from nemo_rl.data_plane.chunks.wire import Counted, Packed, message_bytes, pack_rows, unpack_rows
 from nemo_rl.distributed.packing import PackPlan
 from nemo_rl.errors import SchemaMismatch, name_some
@@ -184,25 +184,39 @@ class KVBatchMeta(Counted):
 
     def subset(self, indices: Iterable[int]) -> KVBatchMeta:
         """Return the rows at `indices`, in that order; the pack plan is cleared."""
-        return self._picked([int(i) for i in indices], pack=None)
-
-    def _picked(self, picked: Sequence[int], *, pack: PackPlan | None) -> KVBatchMeta:
-        """Return the rows at `picked`, in that order, with another plan."""
+        picked = [int(i) for i in indices]
         if picked and not (min(picked) >= 0 and max(picked) < len(self.keys)):
             outside = [i for i in picked if not 0 <= i < len(self.keys)]
             raise SchemaMismatch(f"subset: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
-        return replace(
-            self,
-            keys=tuple(map(self.keys.__getitem__, picked)),
-            sequence_lengths=_pick(self.sequence_lengths, picked),
-            tags=None if (tags := self._tag_table()) is None else tags.pick(picked),
-            versions={
-                family: version if isinstance(version, int) else tuple(version[i] for i in picked)
+        if len(set(picked)) < len(picked):
+            twice = [self.keys[row] for row, count in Counter(picked).items() if count > 1]
+            raise SchemaMismatch(f"partition {self.partition_id!r}: duplicate keys: {name_some(twice)}")
+        return self._picked(picked, pack=None)
+
+    def _picked(self, picked: Sequence[int], *, pack: PackPlan | None) -> KVBatchMeta:
+        """Return the rows at `picked`, which are there and none of them twice, in that order, with another plan."""
+        of_rows = picker(picked)
+        changed: dict[str, object] = {
+            "keys": of_rows(self.keys),
+            "sequence_lengths": None if self.sequence_lengths is None else of_rows(self.sequence_lengths),
+            "tags": None if (tags := self._tag_table()) is None else tags.pick(picked),
+            "claims": None if self.claims is None else of_rows(self.claims),
+            "pack": pack,
+            "_packed": [],
+        }
+        if not all(isinstance(version, int) for version in self.versions.values()):
+            rows = {
+                family: version if isinstance(version, int) else one_or_all(of_rows(version))
                 for family, version in self.versions.items()
-            },
-            claims=_pick(self.claims, picked),
-            pack=pack,
-        )
+            }
+            changed["versions"] = MappingProxyType(rows)
+        if self.extra_info:
+            changed["extra_info"] = MappingProxyType(checked_info(self.extra_info, f"partition {self.partition_id!r}"))
+        # A part of what was checked: to check it once more would take most of the time.
+        part = object.__new__(KVBatchMeta)
+        for name in _FIELDS:
+            object.__setattr__(part, name, changed[name] if name in changed else getattr(self, name))
+        return part
 
     def slice(self, start: int, stop: int) -> KVBatchMeta:
         """Return rows `start` to `stop`, clamped to what exists; the pack plan is cleared."""
@@ -227,12 +241,15 @@ class KVBatchMeta(Counted):
             first._check_joins(part)
         return replace(
             first,
-            keys=tuple(key for p in parts for key in p.keys),
+            keys=tuple(chain.from_iterable(p.keys for p in parts)),
             sequence_lengths=_join([p.sequence_lengths for p in parts]),
             tags=None
             if (tags := first._tag_table()) is None
             else tags.join([t for p in parts[1:] if (t := p._tag_table()) is not None]),
-            versions={family: tuple(v for p in parts for v in p._versions_by_row(family)) for family in first.versions},
+            versions={
+                family: tuple(chain.from_iterable(p._versions_by_row(family) for p in parts))
+                for family in first.versions
+            },
             claims=_join([p.claims for p in parts]),
             pack=None,
             extra_info=join_info([p.extra_info for p in parts]),
@@ -299,7 +316,7 @@ class KVBatchMeta(Counted):
         if isinstance(version, int):
             return version
         self._check_aligned(f"versions of family {family!r}", len(version))
-        return version[0] if len(set(version)) == 1 else tuple(version)
+        return one_or_all(tuple(version))
 
     def _tag_table(self) -> TagTable | None:
         return self.tags  # type: ignore[return-value]  # made one in __post_init__
@@ -321,6 +338,9 @@ class KVBatchMeta(Counted):
             raise SchemaMismatch(f"concat: {what} differ: {mine!r} and {theirs!r}")
 
 
+_FIELDS = tuple(each.name for each in fields(KVBatchMeta))
+
+
 def _rebuild_meta(
     rows: Packed, partition_id: str, claims: int | tuple[int, ...] | None, more: Mapping[str, Any]
 ) -> KVBatchMeta:
@@ -339,11 +359,12 @@ def _rebuild_meta(
 
 
 def _join(parts: Sequence[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
-    return None if parts[0] is None else tuple(value for part in parts for value in part or ())
+    return None if parts[0] is None else tuple(chain.from_iterable(part or () for part in parts))
 
 
-def _pick(values: tuple[_T, ...] | None, indices: Sequence[int]) -> tuple[_T, ...] | None:
-    return None if values is None else tuple(map(values.__getitem__, indices))
+def one_or_all(versions: tuple[int, ...]) -> Version:
+    """Return the number that all rows have, or one for each of them."""
+    return versions[0] if len(set(versions)) == 1 else versions
 
 
 def shard_meta_for_dp(meta: KVBatchMeta, plan: PackPlan) -> list[KVBatchMeta]:

@@ -20,6 +20,7 @@ __all__ = [
     "client_label",
     "cut_key",
     "group_uid",
+    "group_uids",
     "index_of",
     "key_of",
     "keys_of_groups",
@@ -63,6 +64,12 @@ def group_uid(key: str) -> str:
     """Return the group a key belongs to: all before its last `_g`; a key without its own is a group."""
     uid, mark, _ = key.rpartition(MARK)
     return uid if mark else key
+
+
+def group_uids(keys: Iterable[str]) -> tuple[str, ...]:
+    """Return `group_uid` of each key."""
+    # Without a mark the last part is the whole key.
+    return tuple([uid if mark else rest for uid, mark, rest in [key.rpartition(MARK) for key in keys]])
 
 
 def cut_key(key: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -231,7 +231,7 @@ class RayWorkerGroup(WorkerGroup):
             )
             return [cast("_T", reply["value"]) for reply in replies]
 
-        return Pending(wait, ready=lambda: _first_failure_or_all(refs))
+        return Pending(wait, ready=cache(lambda: _first_failure_or_all(refs)))
 
     def stream(self, call: Call[Iterator[_T]]) -> Iterator[_T]:
         deadline = awake_s() + call.timeout_s

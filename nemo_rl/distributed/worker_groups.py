@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from nemo_rl.errors import NemoRLError, WorkerError, WorkerLost
@@ -167,13 +166,13 @@ class Pending(Generic[_T]):
 
     Args:
         wait_for_it: gives the result, or raises; called once.
-        ready: gives a future that is done once `wait_for_it` has nothing more to wait for; called when somebody asks.
-            None: the result is there.
+        ready: gives a future, the same at each call, that is done once `wait_for_it` has nothing more to wait for;
+            called when somebody asks. None: the result is there.
     """
 
     def __init__(self, wait_for_it: Callable[[], _T], *, ready: Callable[[], Future[None]] | None = None) -> None:
         self._wait, self._found = wait_for_it, list[_T]()
-        self._ready = None if ready is None else cache(ready)
+        self._ready = ready
 
     @classmethod
     def done(cls, result: _T) -> Pending[_T]:

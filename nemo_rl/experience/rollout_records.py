@@ -12,7 +12,7 @@ import numpy as np
 
 from nemo_rl.data_plane.chunks.wire import Counted, object_bytes
 from nemo_rl.data_plane.interfaces import KVBatchMeta
-from nemo_rl.data_plane.keys import group_uid
+from nemo_rl.data_plane.keys import group_uids
 from nemo_rl.experience.payload import SampleStats
 from nemo_rl.models.generation.schedule import ScheduleEntry
 from nemo_rl.utils.metrics import Reduction, merge_metrics
@@ -86,7 +86,7 @@ class RolloutResult(Counted):
 
     @property
     def group_uids(self) -> tuple[str, ...]:
-        return tuple(map(group_uid, self.meta.keys))
+        return group_uids(self.meta.keys)
 
     @property
     def weight_versions(self) -> np.ndarray:

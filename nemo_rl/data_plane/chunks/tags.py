@@ -5,18 +5,20 @@ Kept and sent by column: a dict per row, made for each of many rows, costs more 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Protocol, TypeAlias, overload, runtime_checkable
+from typing import Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
 from nemo_rl.errors import SchemaMismatch
 
-__all__ = ["TagTable", "TagValue", "Tags", "plain_column"]
+__all__ = ["TagTable", "TagValue", "Tags", "picker", "plain_column"]
 
 TagValue: TypeAlias = str | int | float | bool | None
 Tags: TypeAlias = Mapping[str, TagValue]
+
+_T = TypeVar("_T")
 
 _ROWS = frozenset((dict, MappingProxyType))
 _PRIMITIVES = frozenset((str, int, float, bool, type(None)))
@@ -171,7 +173,8 @@ class TagTable(Sequence[Tags]):
 
     def pick(self, indices: Sequence[int]) -> TagTable:
         """Return the rows at `indices`."""
-        columns = {name: list(map(values.__getitem__, indices)) for name, values in self._columns.items()}
+        of_rows = picker(indices)
+        columns = {name: list(of_rows(values)) for name, values in self._columns.items()}
         return TagTable(columns, size=len(indices), has_gaps=self._has_gaps)
 
     def join(self, others: Sequence[TagTable]) -> TagTable:
@@ -187,6 +190,14 @@ class TagTable(Sequence[Tags]):
         """Added or replaced tags, one value per row."""
         all_columns: dict[str, list[TagValue | _Absent]] = {**self._columns, **columns}  # type: ignore[dict-item]
         return TagTable(all_columns, size=self._size, has_gaps=self._has_gaps)
+
+
+def picker(indices: Sequence[int]) -> Callable[[Sequence[_T]], tuple[_T, ...]]:
+    """Return a function that takes the values at `indices` out of a sequence."""
+    if len(indices) < 2:
+        # `itemgetter` of one index gives no tuple.
+        return lambda values: tuple([values[i] for i in indices])
+    return itemgetter(*indices)
 
 
 def plain_column(name: str, values: object, *, where: str) -> list[TagValue]:

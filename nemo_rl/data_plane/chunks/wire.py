@@ -193,18 +193,20 @@ def _int_bytes(value: int) -> int:
 
 
 def _pack_keys(keys: Sequence[str]) -> Packed:
-    parts = [key.rpartition(MARK) for key in keys]
+    if not keys:
+        return ("keys", ())
+    of_rows, marks, digits = zip(*[key.rpartition(MARK) for key in keys], strict=True)
     # Few distinct ones: those of the rows of a group.
-    indices = {digits: index_of(digits) for digits in {digits for _, _, digits in parts}}
-    if not parts or None in indices.values() or not all(mark for _, mark, _ in parts):
+    indices = {each: index_of(each) for each in set(digits)}
+    if None in indices.values() or not all(marks):
         return ("keys", tuple(keys))
-    uids = tuple(dict.fromkeys(uid for uid, _, _ in parts))
+    uids = tuple(dict.fromkeys(of_rows))
     per_group, rest = divmod(len(keys), len(uids))
     if not rest and all(map(eq, keys, (key_of(uid, i) for uid in uids for i in range(per_group)))):
         return ("groups", uids, per_group)
     numbers = {uid: i for i, uid in enumerate(uids)}
-    of_rows = [indices[digits] or 0 for _, _, digits in parts]
-    return ("rows", uids, _pack_ints([numbers[uid] for uid, _, _ in parts]), _pack_ints(of_rows))
+    places = [indices[each] or 0 for each in digits]
+    return ("rows", uids, _pack_ints(list(map(numbers.__getitem__, of_rows))), _pack_ints(places))
 
 
 def _unpack_keys(packed: Packed) -> tuple[str, ...]:

@@ -403,15 +403,14 @@ class Ledger:
 
     def _let_go(self, partition: Partition, left: Sequence[RowPiece]) -> list[str]:
         """Settle that these cells are gone; return the ids of chunks that nobody reads now."""
-        dropped: list[str] = []
+        chunks = {piece.chunk: None for piece in left}
         for piece in left:
-            chunk = piece.chunk
-            chunk.cells -= len(piece.fields)
-            if chunk.cells:
+            piece.chunk.cells -= len(piece.fields)
+        for piece in left:
+            # Cells of a chunk that is gone as a whole are counted with it.
+            if piece.chunk.cells:
                 self._capacity.shrink(partition, piece)
-            else:
-                dropped += self._drop(partition, [chunk])
-        return dropped
+        return self._drop(partition, [chunk for chunk in chunks if not chunk.cells])
 
     def _drop(self, partition: Partition, chunks: Sequence[Chunk]) -> list[str]:
         """Forget chunks; return the ids of those that are payloads of their own."""
