@@ -21,7 +21,7 @@ from typing import Any
 from nemo_rl.environments.isolation import Lines
 from nemo_rl.environments.wire import shown
 from nemo_rl.utils.child_process import ChildProcess
-from nemo_rl.utils.process_guard import kill_marked, remove_folder
+from nemo_rl.utils.process_guard import MARK, kill_marked, remove_folder
 
 __all__ = [
     "LEFTOVER_TIMEOUT_S",
@@ -75,7 +75,11 @@ class UserProcess(ChildProcess):
     _stdin = subprocess.DEVNULL
 
     def __init__(self, module: str, *, name: str) -> None:
-        self._folder = tempfile.mkdtemp(prefix=_PREFIX)
+        # Inside the folder of the run, which is removed with it: a child that is killed as it starts removes nothing.
+        run_folder = os.environ.get(MARK)
+        self._folder = tempfile.mkdtemp(
+            prefix=_PREFIX, dir=run_folder if run_folder and Path(run_folder).is_dir() else None
+        )
         self.channel, theirs = socket.socketpair()
         fds, out = [theirs.fileno()], subprocess.STDOUT
         command = [*python_command(module), str(fds[0]), str(os.getpid()), self._folder]

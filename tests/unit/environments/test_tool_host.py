@@ -17,6 +17,7 @@ from nemo_rl.environments.tool_schema import argument_problems, schema_of
 from nemo_rl.environments.tools import HostedTool, ToolHost
 from nemo_rl.environments.zygote import HostLimits
 from nemo_rl.errors import ConfigError
+from nemo_rl.utils.process_guard import MARK as RUN_FOLDER
 from tests.helpers.processes import MARK, marked, wait_for_none
 from tests.helpers.turn_environments import do, typed
 
@@ -258,6 +259,19 @@ def test_a_deep_folder_is_removed_and_hinders_no_other_call(mark: str, tmp_path:
 
     assert hosted(use, PYTHON, num_workers=1) == ["made", "next", "slow"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_user_code_lie_in_the_folder_of_the_run(
+    mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There they go with the run, also where a process was killed before it could remove them."""
+    run = tmp_path / "run"
+    run.mkdir()
+    code = "import os; print(os.environ['TMPDIR'])"
+    for folder in (run, tmp_path / "of another machine"):
+        monkeypatch.setenv(RUN_FOLDER, str(folder))
+        (found,) = results(call("python", code=code), tools=(PYTHON,))
+        assert (run in Path(found.text.strip()).parents) is (folder == run), found.text
 
 
 def test_programs_of_the_model_see_the_variables_that_the_recipe_names(
