@@ -33,7 +33,7 @@ from nemo_rl.utils.trackers import METRICS_FILE, read_metrics
 __all__ = ["Learned", "main"]
 
 RECIPE = ROOT / "configs/recipes/grpo_curriculum_cpu.yaml"
-UNIFORM = ("data.curriculum.window=null", "data.curriculum.gates={}")
+UNIFORM = ("data.curriculum.variance=null",)
 MOST_RATIO, MOST_OF_A_SEED = 0.6, 0.8
 
 

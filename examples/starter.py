@@ -65,6 +65,8 @@ HEED_SHARE = 0.75
 """Share of the demonstrated guesses that heed the replies so far: any number that they leave, not the middle one."""
 CALL_SHARE = 0.3
 """Share of the demonstrated rows that call the calculator."""
+SURE_SUMS, SLIP_SHARE, SLIPS = 3, 0.4, (-3, -2, -1, 1, 2, 3)
+"""Sums of a demonstrated chain that are right, and how often and by how much each later one is off."""
 CALCULATOR = {
     "type": "function",
     "function": {"name": "calculator", "parameters": {"type": "object", "properties": {"expression": {}}}},
@@ -198,15 +200,46 @@ def _answer_alone(problem: RawPrompt) -> str:
 
 def _running_sums(problem: RawPrompt) -> str:
     """Return the worked answer, such as `<think>4+3=7 7-9=-2</think>-2` for `... problem: 4 + 3 - 9 =`."""
+    worked, total = _worked(problem, lambda _: 0)
+    assert str(total) == problem.answer, f"{problem.text!r}: expected {problem.answer!r}, got {total}"
+    return worked
+
+
+def _slipping_sums(problem: RawPrompt) -> str:
+    """Return the worked answer with some slips behind the first sums: a starter that is unsure where chains are long,
+    and of nothing else."""
+    rng = random.Random(problem.text)
+
+    def slip(number: int) -> int:
+        return rng.choice(SLIPS) if number > SURE_SUMS and rng.random() < SLIP_SHARE else 0
+
+    return _worked(problem, slip)[0]
+
+
+def _worked(problem: RawPrompt, slip: Callable[[int], int]) -> tuple[str, int]:
+    """Return the worked answer and the last sum; `slip` is added to each sum, by its number from 1 on."""
     terms = [int(term.replace(" ", "")) for term in re.findall(r"[-+]? ?\d+", problem.text.rpartition(":")[2])]
     total, lines = terms[0], []
-    for term in terms[1:]:
-        lines.append(f"{total}{term:+d}={total + term}")
-        total += term
-    assert str(total) == problem.answer, f"{problem.text!r}: expected {problem.answer!r}, got {total}"
-    return with_thinking(" ".join(lines), str(total))
+    for number, term in enumerate(terms[1:], start=1):
+        found = total + term + slip(number)
+        lines.append(f"{total}{term:+d}={found}")
+        total = found
+    return with_thinking(" ".join(lines), str(total)), total
 
 
+# Two sums, the answer and the control tokens; some more tokens let a wrong answer run over.
+_CHAIN_SUM = StarterTask(
+    dataset=DatasetConfig(
+        dataset_name="reasoning_gym",
+        task="chain_sum",
+        options={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+    ),
+    config=StarterConfig(stop_accuracy=0.30, target_accuracy=0.35, first_evaluation=120, evaluate_every=10),
+    demonstrate=_running_sums,
+    max_new_tokens=24,
+    max_length=64,
+    calibration_seed=1_000_000,
+)
 STARTER_TASKS: Mapping[str, StarterTask] = {
     "sort": StarterTask(
         dataset=DatasetConfig(dataset_name="sort_digits", options={"min_digits": 6, "max_digits": 8}),
@@ -216,30 +249,24 @@ STARTER_TASKS: Mapping[str, StarterTask] = {
         max_new_tokens=10,
         max_length=64,
     ),
-    "chain_sum": StarterTask(
-        dataset=DatasetConfig(
-            dataset_name="reasoning_gym",
-            task="chain_sum",
-            options={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+    "chain_sum": _CHAIN_SUM,
+    "chain_sums": replace(
+        _CHAIN_SUM,
+        dataset=_CHAIN_SUM.dataset.model_copy(
+            update={"options": {"min_terms": 2, "max_terms": 7, "min_digits": 1, "max_digits": 1}}
         ),
-        config=StarterConfig(stop_accuracy=0.30, target_accuracy=0.35, first_evaluation=120, evaluate_every=10),
-        demonstrate=_running_sums,
-        # Two sums, the answer and the control tokens; some more let a wrong answer run over.
-        max_new_tokens=24,
-        max_length=64,
-        calibration_seed=1_000_000,
-    ),
-    "chain_sums": StarterTask(
-        dataset=DatasetConfig(
-            dataset_name="reasoning_gym",
-            task="chain_sum",
-            options={"min_terms": 2, "max_terms": 7, "min_digits": 1, "max_digits": 1},
+        # The slips of the demonstrations alone would leave an accuracy of 0.70.
+        config=StarterConfig(
+            num_problems=16_000,
+            max_steps=1200,
+            stop_accuracy=0.61,
+            target_accuracy=0.62,
+            first_evaluation=500,
+            evaluate_every=50,
         ),
-        config=StarterConfig(stop_accuracy=0.25, target_accuracy=0.30, first_evaluation=120, evaluate_every=10),
-        demonstrate=_running_sums,
+        demonstrate=_slipping_sums,
         max_new_tokens=72,
         max_length=128,
-        calibration_seed=1_000_000,
     ),
     "guess": StarterTask(
         dataset=DatasetConfig(dataset_name="guess", options={"numbers": 6}),

@@ -218,7 +218,8 @@ class GateConfig(Section):
 
 class CurriculumConfig(Section):
     """Which prompts are drawn, by how often they were solved so far. Chances of several rules are multiplied; a prompt
-    that was never sampled has chance 1 for all but the gates. Null or empty rules are off."""
+    that was never sampled counts as its source does, and where there is one source has chance 1. Null or empty rules
+    are off."""
 
     window: WindowConfig | None = None
     variance: VarianceConfig | None = None
@@ -234,7 +235,7 @@ class CurriculumConfig(Section):
     smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
     """Share of the former pass rate of a prompt in the one after another group; 0: the last group alone counts."""
     recent_groups: PositiveInt = 32
-    """Groups of a source over which `gates` take its mean."""
+    """Groups of a source over which its mean pass rate is taken, for gates and for prompts never sampled."""
 
     @property
     def is_on(self) -> bool:

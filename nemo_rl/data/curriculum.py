@@ -37,6 +37,11 @@ class SeenPrompt:
     rate: float = 0.0
     """Share of its rows that passed, from 0 to 1: the mean of its groups, of which later ones count more."""
 
+    def expected_rate(self, source_rates: Mapping[str, float]) -> float | None:
+        """Return its rate; before its first group that of its source, or None where that is not known or says nothing,
+        since there is no other source."""
+        return self.rate if self.num_groups else source_rates.get(self.source) if self.source else None
+
 
 class CurriculumRule(ABC):
     """Says how likely a candidate is drawn.
@@ -63,9 +68,10 @@ class PassRateWindow(CurriculumRule):
         self._config = config
 
     def chance(self, prompt: SeenPrompt, source_rates: Mapping[str, float]) -> float:
-        if not prompt.num_groups:
+        rate = prompt.expected_rate(source_rates)
+        if rate is None:
             return 1.0
-        return {"hard": self._config.hard, "easy": self._config.easy}.get(pool_of(prompt, self._config), 1.0)
+        return {"hard": self._config.hard, "easy": self._config.easy}.get(pool_of(rate, self._config), 1.0)
 
 
 class RewardVariance(CurriculumRule):
@@ -75,7 +81,8 @@ class RewardVariance(CurriculumRule):
         self._least = config.least
 
     def chance(self, prompt: SeenPrompt, source_rates: Mapping[str, float]) -> float:
-        return max(self._least, 4 * prompt.rate * (1 - prompt.rate)) if prompt.num_groups else 1.0
+        rate = prompt.expected_rate(source_rates)
+        return 1.0 if rate is None else max(self._least, 4 * rate * (1 - rate))
 
 
 class SourceGates(CurriculumRule):
@@ -94,11 +101,9 @@ class SourceGates(CurriculumRule):
         return float(prompt.source not in self._gates or prompt.source in self.open)
 
 
-def pool_of(prompt: SeenPrompt, window: WindowConfig) -> str:
-    """Return `unseen`, `hard`, `easy` or, between these two, `within`."""
-    if not prompt.num_groups:
-        return "unseen"
-    return "hard" if prompt.rate < window.least else "easy" if prompt.rate > window.most else "within"
+def pool_of(rate: float, window: WindowConfig) -> str:
+    """Return `hard`, `easy` or, between these two, `within`."""
+    return "hard" if rate < window.least else "easy" if rate > window.most else "within"
 
 
 class CurriculumStream(PromptStream):
@@ -191,7 +196,7 @@ class CurriculumStream(PromptStream):
 
     def metrics(self) -> dict[str, Reduction]:
         """Return shares of the prompts by pool, and what was drawn since the last call."""
-        pools = Counter(pool_of(seen, self._window) for seen in self._seen.values())
+        pools = Counter(pool_of(seen.rate, self._window) for seen in self._seen.values())
         pools["unseen"] = self._num_prompts - len(self._seen)
         found: dict[str, Reduction] = {
             f"curriculum/pool/{name}": Mean(float(pools[name]), float(self._num_prompts))

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from datetime import datetime
 from itertools import groupby
+from operator import eq
 from pathlib import Path
 
 import pytest
@@ -174,7 +175,7 @@ def test_recipes_with_experts_use_the_starter_with_experts_on_the_task_of_the_de
     assert (config.policy.generation.precision, config.policy.precision) == ("bfloat16", "float32")
 
 
-@pytest.mark.parametrize("name", sorted(set(STARTER_TASKS) - set(WITH_TURNS)))
+@pytest.mark.parametrize("name", sorted(set(STARTER_TASKS) - {*WITH_TURNS, "chain_sums"}))
 def test_every_demonstration_ends_with_the_answer(name: str) -> None:
     task = STARTER_TASKS[name]
     problems = task.training(size=500, seed=3)
@@ -188,6 +189,21 @@ def test_a_chain_of_sums_is_written_out_step_by_step() -> None:
     first, second, third = (int(term) for term in terms)
     one, two = f"{first}{second:+d}={first + second}", f"{first + second}{third:+d}={first + second + third}"
     assert task.demonstrate(problem) == f"<think>{one} {two}</think>{problem.answer}"
+
+
+def test_long_chains_are_taught_with_slips_behind_their_first_sums_and_short_ones_without() -> None:
+    task = STARTER_TASKS["chain_sums"]
+    share_of_right = {}
+    for terms in (4, 5, 7):
+        only = task.dataset.model_copy(
+            update={"options": {**task.dataset.options, "min_terms": terms, "max_terms": terms}}
+        )
+        problems = replace(task, dataset=only).training(size=400, seed=3)
+        found = [final_answer(task.demonstrate(problem)) for problem in problems]
+        share_of_right[terms] = sum(map(eq, found, [problem.answer for problem in problems])) / len(found)
+    assert share_of_right[4] == 1.0 and 0.5 < share_of_right[5] < 0.7
+    # A later slip may make up for an earlier one.
+    assert 0.2 < share_of_right[7] < 0.35
 
 
 def games(seed: int) -> list[tuple[int, list[Message]]]:

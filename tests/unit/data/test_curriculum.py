@@ -140,6 +140,30 @@ def test_a_gate_opens_when_another_source_is_solved_and_stays_open():
     assert found["curriculum/open/hard"].value == 1.0 and "curriculum/open/easy" not in found
 
 
+@pytest.mark.parametrize(
+    "rule", [{"window": WINDOW}, {"variance": VarianceConfig(least=0.0)}], ids=lambda rule: next(iter(rule))
+)
+def test_a_prompt_that_was_never_sampled_counts_as_its_source_does(rule):
+    stream = of_three(CurriculumConfig(recent_groups=4, **rule))
+    rates = {"easy": 1.0, "medium": 0.5, "hard": 0.0}
+    seen: list[SampledPrompt] = []
+    while len(seen) < 36:
+        drawn = stream.next(3)
+        for draw in drawn:
+            stream.note(draw, [float(row < 8 * rates[draw.source]) for row in range(8)])
+        seen += drawn
+    # In turns until each source has had its four groups; no prompt was drawn twice so far.
+    counts = Counter(draw.source for draw in seen[18:])
+    assert [draw.source for draw in seen[:12]].count("easy") == 4
+    assert counts["medium"] > 12 and counts["easy"] == 0
+    # One source says nothing about its prompts.
+    alone = of_one(CurriculumConfig(recent_groups=4, **rule))
+    for draw in alone.next(8):
+        alone.note(draw, [1.0] * 8)
+    assert [draw.ordinal for draw in alone.next(20)] == list(range(8, 28))
+    assert len({alone.draw(ordinal).prompt for ordinal in range(28)}) == 28
+
+
 def test_where_no_rule_lets_a_prompt_through_the_likeliest_is_drawn_and_counted():
     stream = of_one(CurriculumConfig(rule=f"{__name__}:Twice", options={"most": 1}, window=WINDOW))
     assert len({draw.prompt for draw in drawn_by(stream, 15, size=4)}) == SIZE
