@@ -59,7 +59,7 @@ from nemo_rl.utils.panel import Panel, StepReport
 from nemo_rl.utils.rollout_file import ROLLOUTS
 from nemo_rl.utils.run_lock import stopped_early
 
-__all__ = ["GRPOTrainer", "RunSummary", "TrainerParts"]
+__all__ = ["GRPOTrainer", "RowParts", "RunSummary", "TrainerParts"]
 
 ENGINES_METRIC = "rollout/engines"
 """Engines alive at the end of a rollout, as `EngineScheduler` counts them."""
@@ -89,6 +89,16 @@ class TrainerParts:
     step_metrics: Callable[[StepState], dict[str, float]] = step_metrics
     """Returns the metrics of a step that has ended."""
     observers: StepObservers = field(default_factory=StepObservers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowParts:
+    """The parts by which a run comes to its rows."""
+
+    rollout: RolloutHandle
+    weight_sync: WeightSync
+    step_metrics: Callable[[StepState], dict[str, float]] = step_metrics
+    """See `TrainerParts`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

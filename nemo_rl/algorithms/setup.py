@@ -7,14 +7,16 @@ interrupt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 
 from rich.console import Console
 
 from nemo_rl.algorithms.async_account import build_account
-from nemo_rl.algorithms.grpo_sync import GRPOTrainer, TrainerParts
+from nemo_rl.algorithms.batches import BatchSource
+from nemo_rl.algorithms.grpo_sync import GRPOTrainer, RowParts, TrainerParts
 from nemo_rl.algorithms.kept_steps.recorder import build_recorders
 from nemo_rl.algorithms.losses.policy_loss import build_loss
 from nemo_rl.algorithms.observers import StepObservers, build_observers
@@ -32,9 +34,8 @@ from nemo_rl.algorithms.saver import build_checkpoints, checkpoint_to_resume
 from nemo_rl.algorithms.sources import FollowedSchedule, build_source, loss_weights
 from nemo_rl.algorithms.stages.bodies import build_stages
 from nemo_rl.algorithms.stages.columns import StageColumns, extras_of, stage_columns
-from nemo_rl.algorithms.stages.stage import StageTools, StepState
+from nemo_rl.algorithms.stages.stage import Stage, StageTools
 from nemo_rl.algorithms.start import RunProcesses, open_cluster, open_processes, what_starts
-from nemo_rl.algorithms.step_metrics import step_metrics
 from nemo_rl.algorithms.step_tracing import TracedRun, build_tracing, open_tracing
 from nemo_rl.algorithms.teacher import build_teacher
 from nemo_rl.config.schema import MasterConfig
@@ -43,9 +44,10 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.experience.rollout_handle import RolloutHandle
+from nemo_rl.experience.rollout_records import RolloutInfo
 from nemo_rl.experience.rollouts import RolloutSpec
 from nemo_rl.models.policy.tq_policy import TQPolicy
-from nemo_rl.models.weight_sync.factory import WeightSync, weight_sync_of
+from nemo_rl.models.weight_sync.factory import weight_sync_of
 from nemo_rl.utils.checkpoint import Checkpoint, CheckpointManager
 from nemo_rl.utils.deadlines import StartUp
 from nemo_rl.utils.logger import Logger, build_logger
@@ -129,40 +131,110 @@ def open_parts(
                 schedule=None if follows is None else follows.schedule,
             )
         )
-        rollout = _handle(config, processes, panel)
-        rollout.setup_data_plane(client.address)
         yield _parts(
-            config,
-            processes,
-            client,
-            rollout,
-            columns=columns,
-            panel=panel,
-            checkpoints=checkpoints,
-            resume_from=resume_from,
-            began=began,
-            recipe=recipe,
-            run_logger=run_logger,
-            traced=traced,
-            follows=follows,
+            _Opened(
+                config=config,
+                processes=processes,
+                client=client,
+                columns=columns,
+                panel=panel,
+                checkpoints=checkpoints,
+                resume_from=resume_from,
+                began=began,
+                recipe=recipe,
+                logger=run_logger,
+                traced=traced,
+                follows=follows,
+            )
         )
 
 
-def _handle(config: MasterConfig, processes: RunProcesses, panel: Panel) -> RolloutHandle:
-    made = RolloutHandle
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Opened:
+    """What `open_parts` has opened by the time the driver's own parts are built."""
+
+    config: MasterConfig
+    processes: RunProcesses
+    client: DataPlaneClient
+    columns: tuple[StageColumns, ...]
+    panel: Panel
+    checkpoints: CheckpointManager | None
+    resume_from: Checkpoint | None
+    began: datetime
+    recipe: Mapping[str, object]
+    logger: Logger
+    traced: TracedRun | None
+    follows: FollowedSchedule | None
+
+    @property
+    def timeout_s(self) -> float:
+        return self.config.cluster.stage_timeout_s
+
+    @property
+    def resume_step(self) -> int | None:
+        return None if self.resume_from is None else self.resume_from.step
+
+
+def _parts(opened: _Opened) -> TrainerParts:
+    config, columns, processes, client = opened.config, opened.columns, opened.processes, opened.client
+    settings, timeout_s, address = config.policy, opened.timeout_s, client.address
+    layout = ParallelLayout.of_policy(settings, world_size=config.cluster.num_workers)
+    policy = TQPolicy(processes.policy, address=address, timeout_s=timeout_s, layout=layout, extras=extras_of(columns))
+    teacher = build_teacher(
+        config.loss_fn.distillation, settings, processes.teacher, address=address, timeout_s=timeout_s
+    )
+    rows = _rows(opened, policy)
+    info = rows.rollout.describe()
+    allowed = config.checkpointing.allow_changed
+    identity = identity_of(info, opened.resume_from, model_name=settings.model_name, allowed=allowed)
+    began = date_line(opened.began, opened.resume_from)
+    for line in (*info.remarks, *([began] if info.prints_the_date else [])):
+        opened.panel.note(line)
+    tools = StageTools.of(
+        config.scoring,
+        config.loss_fn,
+        settings=settings,
+        logger=config.logger,
+        loss_weights=loss_weights(config.data),
+        client=client,
+        policy=policy,
+        rollout=rows.rollout,
+        loss_fn=build_loss(config.loss_fn, config.grpo),
+        teacher=teacher,
+    )
+    stages = build_stages(columns, tools)
+    return TrainerParts(
+        config=config,
+        source=_source(opened, rows, info),
+        columns=columns,
+        stages=stages,
+        client=client,
+        policy=policy,
+        teacher=None if teacher is None else teacher.policy,
+        weight_sync=rows.weight_sync,
+        rollout=rows.rollout,
+        checkpoints=opened.checkpoints,
+        logger=opened.logger,
+        panel=opened.panel,
+        resume_from=opened.resume_from,
+        run_state=identity_state(opened.began, identity, dtype=model_dtype(settings.model_name)),
+        step_metrics=rows.step_metrics,
+        observers=_observers(opened, rows, tools, stages, identity),
+    )
+
+
+def _rows(opened: _Opened, policy: TQPolicy) -> RowParts:
+    """Return the parts by which the run comes to its rows: rollouts of engines, or finished conversations."""
+    config, processes, timeout_s = opened.config, opened.processes, opened.timeout_s
     if config.sft.enabled:
-        from nemo_rl.algorithms.supervised import FinishedHandle as made  # noqa: PLC0415 - a run of GRPO does without
-    timeout_s, waits = config.cluster.stage_timeout_s, not config.grpo.samples_ahead
-    return made(processes.rollout, timeout_s=timeout_s, report=panel.note, waits=waits)
+        from nemo_rl.algorithms.supervised import finished_rows  # noqa: PLC0415 - a run of GRPO does without
 
-
-def _weight_sync(config: MasterConfig, processes: RunProcesses, rollout: RolloutHandle) -> WeightSync:
-    timeout_s = config.cluster.stage_timeout_s
-    if config.sft.enabled:
-        from nemo_rl.algorithms.supervised import NoEngines  # noqa: PLC0415 - as above
-
-        return NoEngines(processes.policy, timeout_s=timeout_s)
-    return weight_sync_of(
+        return finished_rows(config, processes, policy, opened.client, opened.columns, report=opened.panel.note)
+    rollout = RolloutHandle(
+        processes.rollout, timeout_s=timeout_s, report=opened.panel.note, waits=not config.grpo.samples_ahead
+    )
+    rollout.setup_data_plane(opened.client.address)
+    weight_sync = weight_sync_of(
         config.policy,
         config.refit_transport,
         policy=processes.policy,
@@ -173,112 +245,47 @@ def _weight_sync(config: MasterConfig, processes: RunProcesses, rollout: Rollout
         one_by_one=config.grpo.samples_ahead,
         sleep_level=config.sleep_level,
     )
+    return RowParts(rollout=rollout, weight_sync=weight_sync)
 
 
-def _step_metrics(
-    config: MasterConfig,
-    rollout: RolloutHandle,
-    policy: TQPolicy,
-    client: DataPlaneClient,
-    columns: tuple[StageColumns, ...],
-) -> Callable[[StepState], dict[str, float]]:
-    if not config.sft.enabled:
-        return step_metrics
-    from nemo_rl.algorithms.supervised import FinishedHandle, supervised_metrics  # noqa: PLC0415 - as above
-
-    assert isinstance(rollout, FinishedHandle), "a supervised run has this handle"
-    rollout.measure_with(policy, config.policy, client, columns)
-    return supervised_metrics
-
-
-def _parts(
-    config: MasterConfig,
-    processes: RunProcesses,
-    client: DataPlaneClient,
-    rollout: RolloutHandle,
-    *,
-    columns: tuple[StageColumns, ...],
-    panel: Panel,
-    checkpoints: CheckpointManager | None,
-    resume_from: Checkpoint | None,
-    began: datetime,
-    recipe: Mapping[str, object],
-    run_logger: Logger,
-    traced: TracedRun | None,
-    follows: FollowedSchedule | None,
-) -> TrainerParts:
-    settings, timeout_s = config.policy, config.cluster.stage_timeout_s
-    step = resume_from.step if resume_from else None
-    info = rollout.describe()
-    allowed = config.checkpointing.allow_changed
-    identity = identity_of(info, resume_from, model_name=settings.model_name, allowed=allowed)
-    for line in (*info.remarks, *([date_line(began, resume_from)] if info.prints_the_date else [])):
-        panel.note(line)
-    layout = ParallelLayout.of_policy(settings, world_size=config.cluster.num_workers)
-    policy = TQPolicy(
-        processes.policy, address=client.address, timeout_s=timeout_s, layout=layout, extras=extras_of(columns)
+def _source(opened: _Opened, rows: RowParts, info: RolloutInfo) -> BatchSource:
+    config = opened.config
+    return build_source(
+        config.grpo,
+        config.data,
+        config.policy,
+        info,
+        client=opened.client,
+        rollout=rows.rollout,
+        weight_sync=rows.weight_sync,
+        rows_per_conversation=config.rows_per_conversation,
+        follows=opened.follows,
+        log_dir=config.logger.log_dir,
+        resume_step=opened.resume_step or 0,
+        timeout_s=opened.timeout_s,
+        note=opened.panel.note,
+        durable=config.data_plane.durable,
+        saves=config.checkpointing.enabled,
     )
-    distillation, workers = config.loss_fn.distillation, processes.teacher
-    teacher = build_teacher(distillation, settings, workers, address=client.address, timeout_s=timeout_s)
-    tools = StageTools.of(
-        config.scoring,
-        config.loss_fn,
-        settings=settings,
-        logger=config.logger,
-        loss_weights=loss_weights(config.data),
-        client=client,
-        policy=policy,
-        rollout=rollout,
-        loss_fn=build_loss(config.loss_fn, config.grpo),
-        teacher=teacher,
-    )
-    weight_sync = _weight_sync(config, processes, rollout)
-    stages = build_stages(columns, tools)
-    return TrainerParts(
-        config=config,
-        source=build_source(
-            config.grpo,
-            config.data,
-            settings,
-            info,
-            client=client,
-            rollout=rollout,
-            weight_sync=weight_sync,
-            rows_per_conversation=config.rows_per_conversation,
-            follows=follows,
-            log_dir=config.logger.log_dir,
-            resume_step=step or 0,
-            timeout_s=timeout_s,
-            note=panel.note,
-            durable=config.data_plane.durable,
-            saves=config.checkpointing.enabled,
+
+
+def _observers(
+    opened: _Opened, rows: RowParts, tools: StageTools, stages: tuple[Stage, ...], identity: Mapping[str, str]
+) -> StepObservers:
+    config, engines, timeout_s = opened.config, opened.processes.engines, opened.timeout_s
+    generation = config.policy.generation
+    return StepObservers(
+        *build_observers(config.diagnostics, tools, engines, stages, panel=opened.panel, timeout_s=timeout_s),
+        *build_recorders(
+            config.diagnostics.keep_steps,
+            tools,
+            opened.columns,
+            recipe=opened.recipe,
+            started_from=opened.resume_step,
+            with_optimizer=config.checkpointing.load_optimizer,
+            identity=identity,
+            keeps_replies=config.experience.conversation.keep_replies,
         ),
-        columns=columns,
-        stages=stages,
-        client=client,
-        policy=policy,
-        teacher=None if teacher is None else teacher.policy,
-        weight_sync=weight_sync,
-        rollout=rollout,
-        checkpoints=checkpoints,
-        logger=run_logger,
-        panel=panel,
-        resume_from=resume_from,
-        run_state=identity_state(began, identity, dtype=model_dtype(settings.model_name)),
-        step_metrics=_step_metrics(config, rollout, policy, client, columns),
-        observers=StepObservers(
-            *build_observers(config.diagnostics, tools, processes.engines, stages, panel=panel, timeout_s=timeout_s),
-            *build_recorders(
-                config.diagnostics.keep_steps,
-                tools,
-                columns,
-                recipe=recipe,
-                started_from=step,
-                with_optimizer=config.checkpointing.load_optimizer,
-                identity=identity,
-                keeps_replies=config.experience.conversation.keep_replies,
-            ),
-            *build_tracing(traced, policy, processes.engines, settings.generation, timeout_s=timeout_s),
-            *build_account(config.grpo, settings.generation, weight_sync),
-        ),
+        *build_tracing(opened.traced, tools.policy, engines, generation, timeout_s=timeout_s),
+        *build_account(config.grpo, generation, rows.weight_sync),
     )

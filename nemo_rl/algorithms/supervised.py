@@ -1,10 +1,11 @@
 """Supervised training on the trainer of GRPO: the parts that stand where rollouts, engines and rewards stand.
 
     FinishedWorker   rows of finished conversations, as columns of a rollout         (nemo_rl/experience)
-    FinishedHandle   the driver's side of it; measures held-out rows with the policy
-    NoEngines        the refit of a run without engines
+    finished_rows    the driver's parts:
+      FinishedHandle   calls that worker; measures held-out rows with the policy
+      NoEngines        the refit of a run without engines
 
-Built by `setup` and `start` where `sft.enabled` is set, from `MasterConfig.as_supervised`; imported only then.
+Called by `setup` where `sft.enabled` is set, from `MasterConfig.as_supervised`; imported only then.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from dataclasses import dataclass, field
 import torch
 
 from nemo_rl.algorithms.grpo import plan_rows
+from nemo_rl.algorithms.grpo_sync import RowParts
 from nemo_rl.algorithms.stages.columns import StageColumns, written_fields
 from nemo_rl.algorithms.stages.stage import StepState
+from nemo_rl.algorithms.start import RunProcesses
 from nemo_rl.algorithms.step_metrics import step_metrics
 from nemo_rl.algorithms.token_work import row_sums
 from nemo_rl.config.data import MAIN_SET
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data_plane.batch_meta import RowMapOutput
 from nemo_rl.data_plane.factory import open_step
 from nemo_rl.data_plane.interfaces import DataPlaneClient
@@ -37,7 +41,7 @@ from nemo_rl.models.policy.workers.tq_worker import TQWorker
 from nemo_rl.models.weight_sync.base import RefitParties, WeightSync
 from nemo_rl.models.weight_sync.buckets import RefitPlan
 
-__all__ = ["FinishedHandle", "HeldOutLoss", "NoEngines", "supervised_metrics"]
+__all__ = ["FinishedHandle", "HeldOutLoss", "NoEngines", "finished_rows"]
 
 HELD_OUT = "validation"
 """Partition of held-out rows."""
@@ -117,6 +121,29 @@ class FinishedHandle(RolloutHandle):
         # Sums of floats that do not depend on which rank has which row.
         total, tokens = math.fsum(found["loss"].tolist()), int(found["tokens"].sum())
         return total / max(1, tokens), tokens
+
+
+def finished_rows(
+    config: MasterConfig,
+    processes: RunProcesses,
+    policy: TQPolicy,
+    client: DataPlaneClient,
+    columns: tuple[StageColumns, ...],
+    *,
+    report: Callable[[str], None],
+) -> RowParts:
+    """Return the parts of a supervised run that stand where those of rollouts are in GRPO.
+
+    Args:
+        columns: of the stages of a step.
+        report: gets lines for the person at the terminal.
+    """
+    timeout_s = config.cluster.stage_timeout_s
+    rollout = FinishedHandle(processes.rollout, timeout_s=timeout_s, report=report)
+    rollout.setup_data_plane(client.address)
+    rollout.measure_with(policy, config.policy, client, columns)
+    weight_sync = NoEngines(processes.policy, timeout_s=timeout_s)
+    return RowParts(rollout=rollout, weight_sync=weight_sync, step_metrics=supervised_metrics)
 
 
 class NoEngines(WeightSync):
