@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from nemo_rl.config.base import Section, Text
+from nemo_rl.config.base import Options, Section, Text
+from nemo_rl.config.parts import JUDGES
 
 __all__ = ["JudgeConfig"]
 
@@ -14,11 +15,16 @@ __all__ = ["JudgeConfig"]
 class JudgeConfig(Section):
     """A model that gives each response a score; the reward is its place in `scale`, from 0 to 1."""
 
-    kind: Literal["endpoint", "classifier"] = "endpoint"
+    kind: Annotated[str, JUDGES] = "endpoint"
     """`endpoint`: a chat model behind an OpenAI-compatible server, asked in words; `classifier`: a folder of
-    transformers with a head for sequence classification (a reward model), which runs where rollouts are scored."""
-    model: Text
-    """The name of the model at the endpoint, or the folder or hub name of the classifier."""
+    transformers with a head for sequence classification (a reward model), which runs where rollouts are scored;
+    `engine`: a chat model that the run starts itself, on the CPUs where rollouts are scored; or `module:Class` of your
+    own that asks a model, see docs/extending.md."""
+    model: Text | None = None
+    """The name of the model at the endpoint, or the folder or hub name of a classifier or of the model of an engine,
+    where `${policy.model_name}` is the policy's starting weights; a class of your own may do without."""
+    options: Options = Field(default_factory=dict)
+    """Settings of a class of your own."""
     base_url: str | None = None
     """The endpoint up to `/v1`, such as `http://127.0.0.1:8000/v1`."""
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
@@ -27,7 +33,7 @@ class JudgeConfig(Section):
     """`pointwise`: one response per request; `pairwise`: two responses of a group, in both orders, and the reward is
     the share of won comparisons; `groupwise`: all responses of a group in one request, with a score for each."""
     rubric: str | None = None
-    """What the judge is asked to look at, in words; an endpoint needs one."""
+    """The rubric tells the judge in words what to look at; an endpoint and an engine need one."""
     scale: tuple[FiniteFloat, FiniteFloat] = (0.0, 10.0)
     """Lowest and highest score; a number outside is no verdict. `pairwise` has none."""
     shows_answer: bool = False
@@ -50,7 +56,7 @@ class JudgeConfig(Section):
     retries: NonNegativeInt = 3
     """Further tries after a failed request or a verdict that cannot be read. Waiting for a rate limit is none."""
     max_concurrent: PositiveInt = 8
-    """Most requests at one time."""
+    """Most requests at one time; an engine works on one of them."""
     max_requests_per_minute: PositiveInt | None = None
     """Most requests in a minute, evenly spaced; null: no limit but that of the server (429), which is waited for."""
     budget_tokens: PositiveInt | None = None

@@ -31,6 +31,7 @@ __all__ = [
     "GENERATED_DATASETS",
     "HUB_NAME",
     "JUDGE",
+    "JUDGES",
     "LOSSES",
     "PROGRAM",
     "SELECTIONS",
@@ -238,6 +239,15 @@ PROGRAM = "program"
 """The environment whose conversations a program drives; `env.options.command` is its command."""
 JUDGE = "judge"
 """The environment whose rewards are verdicts of `env.judges`."""
+JUDGES = PluginKind(
+    what="a judge",
+    builtin={
+        "endpoint": "nemo_rl.environments.judges.endpoint:EndpointModel",
+        "classifier": "nemo_rl.environments.judges.classifier:ClassifierJudge",
+        "engine": "nemo_rl.experience.judge_engine:EngineModel",
+    },
+)
+"""Models that are asked for verdicts; one of the user's own is a `JudgeModel`."""
 ENVIRONMENTS = PluginKind(
     what="an environment",
     builtin={

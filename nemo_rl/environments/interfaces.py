@@ -56,7 +56,7 @@ class EnvReport:
     unscored: tuple[str, ...] = ()
     """Reason of each row that has no reward, and counts nowhere; empty for a row that has one, and where all have."""
     metrics: Mapping[str, Reduction] = field(default_factory=dict)
-    """What a run logs of the call under `rollout/`."""
+    """The run logs these numbers of the call under `rollout/`."""
     printed: tuple[str, ...] = ()
     """Lines for the person at the terminal: what the reward printed, cut to a few."""
 

@@ -49,7 +49,7 @@ class ScoredGroup:
     """Parts of the rewards by name, one per record; NaN where it was not scored."""
     num_timeouts: int = 0
     scoring: Mapping[str, Reduction] = field(default_factory=dict)
-    """What the environment logs of its scores."""
+    """The environment logs these numbers of its scores."""
     printed: tuple[str, ...] = ()
     drops_void_turns: bool = False
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from nemo_rl.config.env import EnvConfig
 from nemo_rl.config.judges import JudgeConfig
-from nemo_rl.config.parts import JUDGE
+from nemo_rl.config.parts import JUDGE, JUDGES
 from nemo_rl.config.rules.rule import would_be_ignored
 from nemo_rl.config.schema import MasterConfig
 
@@ -49,7 +49,10 @@ def _component_lines(env: EnvConfig, path: str) -> Iterator[str]:
 
 
 def _judge_lines(judge: JudgeConfig, key: str) -> Iterator[str]:
-    is_endpoint, low, high = judge.kind == "endpoint", *judge.scale
+    is_endpoint, is_classifier, low, high = judge.kind == "endpoint", judge.kind == "classifier", *judge.scale
+    is_builtin = JUDGES.is_builtin(judge.kind)
+    if is_builtin and judge.model is None:
+        yield f"{key}.model: must be set for kind {judge.kind!r}"
     if is_endpoint and not re.match(r"https?://\S+", judge.base_url or ""):
         yield f"{key}.base_url: expected the URL of an endpoint, http://HOST:PORT/v1, got {judge.base_url!r}"
     if is_endpoint and re.search(r"[@?#]", judge.base_url or ""):
@@ -57,9 +60,16 @@ def _judge_lines(judge: JudgeConfig, key: str) -> Iterator[str]:
             f"{key}.base_url: expected no password and no query, which config.yaml would hold; name the environment "
             "variable with the key in api_key_env"
         )
-    if is_endpoint and not (judge.rubric or "").strip():
+    if is_builtin and not is_classifier and not (judge.rubric or "").strip():
         yield f"{key}.rubric: expected what the judge is to look at, in words"
-    if not is_endpoint:
+    if not is_endpoint and not is_classifier:
+        because = f"{key}.kind is {judge.kind!r}, and an endpoint alone has them"
+        names = ("base_url", "api_key_env", "json_schema")
+        yield from would_be_ignored(judge, key, names, switch=f"{key}.kind", because=because)
+    if is_builtin:
+        because = f"{key}.kind is built in"
+        yield from would_be_ignored(judge, key, ("options",), switch=f"{key}.kind", because=because)
+    if is_classifier:
         because = "a classifier reads prompt and response alone"
         yield from would_be_ignored(judge, key, _OF_ENDPOINTS, switch=f"{key}.kind", because=because)
         if judge.mode != "pointwise":

@@ -36,6 +36,7 @@ class ClassifierJudge:
     def __init__(self, name: str, config: JudgeConfig, kept: KeptVerdicts) -> None:
         self._config, self._kept, self._name = config, kept, name
         key = f"env.judges.{name}.model"
+        assert config.model is not None, "a rule asks for it"
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(config.model)
             model, found = AutoModelForSequenceClassification.from_pretrained(

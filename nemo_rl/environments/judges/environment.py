@@ -20,17 +20,19 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from nemo_rl.config.env import EnvConfig
 from nemo_rl.config.judges import JudgeConfig
+from nemo_rl.config.parts import JUDGES
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.thinking import final_answer
 from nemo_rl.environments.interfaces import EnvReport, Response
+from nemo_rl.environments.judges.asking import AskingJudge
 from nemo_rl.environments.judges.kept import KeptVerdicts
 from nemo_rl.environments.judges.verdicts import Case, Verdict
 from nemo_rl.environments.process_environment import EnvironmentStart, ProcessEnvironment, custom_environment
-from nemo_rl.errors import RewardError, name_some, shorten
+from nemo_rl.errors import ConfigError, RewardError, name_some, shorten
 from nemo_rl.utils.metrics import Mean, Reduction, Sum
 
 __all__ = ["JudgeEnvironment", "judge_environment"]
@@ -340,13 +342,16 @@ def judge_environment(cfg: EnvConfig, start: EnvironmentStart) -> JudgeEnvironme
 
 
 def _judge(name: str, config: JudgeConfig, kept: KeptVerdicts) -> _Judge:
-    if config.kind == "endpoint":
-        from nemo_rl.environments.judges.endpoint import EndpointJudge  # noqa: PLC0415 - loads an HTTP client
-
-        return EndpointJudge(name, config, kept)
-    from nemo_rl.environments.judges.classifier import ClassifierJudge  # noqa: PLC0415 - loads a model
-
-    return ClassifierJudge(name, config, kept)
+    made = JUDGES.load(config.kind, key=f"env.judges.{name}.kind")
+    if config.kind == "classifier":
+        return cast(_Judge, made(name, config, kept))
+    try:
+        model = made(name=name, config=config)
+    except TypeError as error:
+        raise ConfigError(
+            f"env.judges.{name}.kind: {config.kind!r} is called with name= and config=: {error}"
+        ) from error
+    return AskingJudge(name, config, kept, model)
 
 
 def _verdicts_file(log_file: Path) -> Path:

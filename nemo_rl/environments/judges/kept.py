@@ -34,7 +34,7 @@ class KeptVerdicts:
 
     def __init__(self, path: Path | None, judges: Mapping[str, JudgeConfig]) -> None:
         self._path, self._lock = path, threading.Lock()
-        self._judges = {name: judge.model_dump(mode="json", include=set(_DECIDES)) for name, judge in judges.items()}
+        self._judges = {name: _decisive(judge) for name, judge in judges.items()}
         self._scores: dict[str, tuple[float, ...]] = {}
         self._failures: dict[str, tuple[str, str]] = {}
         """Texts and kinds of failures of other runs alone, which are repeated as they were."""
@@ -91,3 +91,9 @@ class KeptVerdicts:
         if is_own:
             read, written = self.spent.get(record["judge"], (0, 0))
             self.spent[record["judge"]] = (read + record["tokens"][0], written + record["tokens"][1])
+
+
+def _decisive(judge: JudgeConfig) -> dict[str, Any]:
+    """Return the settings that a verdict depends on; options only where there are any, as a class of the user's has."""
+    found = judge.model_dump(mode="json", include=set(_DECIDES))
+    return found | ({"options": judge.options} if judge.options else {})

@@ -343,3 +343,70 @@ def test_the_preflight_refuses_a_judge_without_verdicts_and_warns_of_equal_ones(
         server.fault = lambda number, body: "language"
         with pytest.raises(RewardError, match="no verdict on four responses"):
             environment.probe(PROMPT, where="data.train")
+
+
+# ---- classes of the user's
+
+
+def _of_class(kind: str, folder: Path | None = None, **changes: Any) -> JudgeEnvironment:
+    given: dict[str, Any] = {"kind": kind, "timeout_s": 5.0, "request_timeout_s": 0.5, "retries": 1, **changes}
+    config = EnvConfig(name="judge", judges={"own": JudgeConfig(**given)})
+    environment = build_environment(config, start_timeout_s=60, log_file=folder and folder / "reward.log")
+    assert isinstance(environment, JudgeEnvironment)
+    return environment
+
+
+def test_a_class_of_the_user_has_our_tries_records_and_counters(tmp_path: Path) -> None:
+    """One case fails for ever, one hangs, one cannot be read at first; the others have verdicts."""
+    environment = _of_class("tests.helpers.own_judge:OwnJudge", tmp_path, options={"best": "4"}, rubric="Is it 4?")
+    try:
+        report = _score(environment, ("4", "raise", "hang", "later", "4"))
+        again = _score(environment, ("4",))
+    finally:
+        environment.shutdown()
+    assert report.rewards == (1.0, 0.0, 0.0, 0.1, 1.0) and again.rewards == (1.0,)
+    assert ["KeyError" in why or "no answer within" in why for why in report.unscored] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    metrics = {name: value.value for name, value in report.metrics.items() if name.startswith("judge/own/")}
+    assert metrics["judge/own/further_tries"] == 3 and metrics["judge/own/failed/transport"] == 2
+    assert metrics["judge/own/tokens"] == 3 * 7, "three texts came: of 4, and of later twice"
+    assert metrics["judge/own/kept"] == 1 and again.metrics["judge/own/kept"].value == 1
+    lines = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 and "Is it 4?" in lines[0]["messages"][0]["content"]
+
+
+def test_options_of_a_class_decide_which_verdicts_are_taken(tmp_path: Path) -> None:
+    found = []
+    for best in ("4", "5"):
+        environment = _of_class("tests.helpers.own_judge:OwnJudge", tmp_path, options={"best": best})
+        try:
+            found.append(_score(environment, ("4", "5")).rewards)
+        finally:
+            environment.shutdown()
+    assert found == [(1.0, 0.1), (0.1, 1.0)]
+
+
+def test_a_budget_needs_the_tokens_of_a_class(tmp_path: Path) -> None:
+    environment = _of_class("tests.helpers.own_judge:OwnJudge", options={"best": "4", "counts": False}, budget_tokens=9)
+    try:
+        assert "reports no usage" in _score(environment, ("4",)).unscored[0]
+    finally:
+        environment.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("tests.helpers.own_judge:Missing", "has no 'Missing'"),
+        ("tests.helpers.no_such_module:Judge", "cannot be imported"),
+        ("tests.helpers.judge_server:JudgeServer", "is called with name= and config="),
+    ],
+)
+def test_a_class_that_is_none_is_refused(kind: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        _of_class(kind)
