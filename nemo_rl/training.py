@@ -28,6 +28,8 @@ from nemo_rl.config.load import load_recipe
 from nemo_rl.config.parts import DATASETS
 from nemo_rl.config.policy import adapter_warnings
 from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.schema_walk import dotted
+from nemo_rl.config.sft import WARM_FOLDER
 from nemo_rl.environments.session_rewards import Function, SessionReward, reward_code, takes_lists, with_names
 from nemo_rl.errors import ConfigError, DatasetError, NemoRLError, UserError
 from nemo_rl.utils import interrupt
@@ -52,8 +54,6 @@ SPLITS = frozenset({"train", "test", "validation", "val", "dev", "eval"})
 """Names of parts of a dataset, which are not trained on side by side."""
 OF_PROMPTS = ("system_prompt", "prompt_template", "apply_chat_template")
 """Keys of training prompts that hold for held-out ones, too."""
-WARM_ROWS, WARM_RATE = 16, 1e-5
-"""Rows of an optimizer step of a warm start, and its learning rate, where neither is given."""
 _GPU_DRIVER = Path("/dev/nvidiactl")
 _OF_SESSION, _NONE = "nemo_rl.training:train", "nemo_rl.training:no_reward"
 
@@ -113,7 +113,7 @@ def train(
     own |= {"env.name", "env.reward_function"} if reward is not None else set()
     if twice := sorted(own & given.keys()):
         raise ConfigError([f"{CALLED}: {key}: is given twice, by its own argument and in settings" for key in twice])
-    keys, code = {**short, **given}, None
+    keys, code, said = {**short, **given}, None, None
     sources = [
         _Rows(
             own, f"data.train.{source}" if source else "data.train", keys, file=out / "prompts" / f"train{source}.jsonl"
@@ -132,11 +132,17 @@ def train(
     of_rows = {key: value for rows in sources for key, value in rows.keys.items()}
     keys = {**_defaults(keys), **of_rows, **of_held, **keys}
     if warm_start is not None:
-        keys["policy.model_name"] = _warm_start(warm_start, keys, out / "warm_start")
+        of_first, said = _first_stage(warm_start, keys, out / WARM_FOLDER / "prompts" / "train.jsonl")
+        keys |= {"stages": ["sft", "grpo"], "sft.settings": of_first}
     config = _config(keys, code)
     for rows in (*sources, *([] if held is None else [held])):
         rows.write()
+    if said is not None:
+        _write_rows(said, out / WARM_FOLDER / "prompts" / "train.jsonl")
     _run(config)
+    if warm_start is not None:
+        keys = {key: value for key, value in keys.items() if key not in ("stages", "sft.settings")}
+        keys["policy.model_name"] = find_weights(str(out / WARM_FOLDER), None).model
     return Run(out, keys, code)
 
 
@@ -152,50 +158,18 @@ def _run(config: MasterConfig) -> None:
             raise KeyboardInterrupt
 
 
-def _warm_start(given: Prompts | Mapping[str, object], keys: Mapping[str, object], out: Path) -> str:
-    """Train on finished conversations, and return the folder of the weights.
-
-    Args:
-        keys: of the run that goes on from it; those of model, layout and machine hold here, too.
-    """
-    if keys.get("policy.lora.enabled"):
-        raise ConfigError(
-            f"{CALLED}: warm_start with policy.lora: GRPO would train a new adapter beside the one of the warm start; "
-            "leave lora out, or export the warm start and merge it first"
-        )
+def _first_stage(
+    given: Prompts | Mapping[str, object], keys: Mapping[str, object], file: Path
+) -> tuple[dict[str, object], Iterable[Mapping[str, object]] | None]:
+    """Return the settings of a warm start (`sft.settings`), and its rows, where they are to be written to `file`."""
     own = _dotted({name: value for name, value in given.items() if name != "data"}) if _is_settings(given) else {}
     data: Any = given["data"] if _is_settings(given) else given
-    of_rows = {} if data is None else _place(data, "data.train") if isinstance(data, str | Path) else {}
-    file = out / "prompts" / "train.jsonl"
-    if not of_rows:
-        of_rows = {"data.train.dataset_name": "jsonl", "data.train.data_path": str(file)}
-        _write_rows(data, file)
-    shared = ("policy.", "cluster.", "data_plane.", "logger.")
-    left_out = (
-        "policy.generation.",
-        "policy.optimizer.",
-        "policy.scheduler.",
-        "policy.router_replay.",
-        "logger.log_dir",
-    )
-    kept = {key: value for key, value in keys.items() if key.startswith(shared) and not key.startswith(left_out)}
-    config = _config(
-        {
-            **kept,
-            "sft.enabled": True,
-            "logger.log_dir": str(out),
-            "policy.train_global_batch_size": WARM_ROWS,
-            "policy.optimizer.kwargs.lr": WARM_RATE,
-            "grpo.max_num_epochs": 1,
-            "data.validation": None,
-            "checkpointing.save_optimizer": False,
-            **of_rows,
-            **own,
-        },
-        None,
-    )
-    _run(config)
-    return find_weights(str(out), None).model
+    found: dict[str, object] = {} if keys.get("checkpointing.resume") else {"checkpointing.save_optimizer": False}
+    if isinstance(data, str | Path):
+        return {**found, **_place(data, "data.train"), **own}, None
+    if data is None:
+        return {**found, **own}, None
+    return {**found, "data.train.dataset_name": "jsonl", "data.train.data_path": str(file), **own}, data
 
 
 def _is_settings(given: object) -> TypeGuard[Mapping[str, object]]:
@@ -336,17 +310,12 @@ def _config(keys: Mapping[str, object], code: RewardCode | None) -> MasterConfig
     return config.model_copy(update={"env": config.env.with_code(code)})
 
 
-def _dotted(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+def _dotted(settings: Mapping[str, object]) -> dict[str, object]:
     """Return settings, some of which may be sections, as dotted key -> JSON value."""
-    found: dict[str, object] = {}
-    for name, value in settings.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            found |= _dotted(value, f"{key}.")
-            continue
-        found[key] = str(value) if isinstance(value, Path) else value
+    found = {key: str(value) if isinstance(value, Path) else value for key, value in dotted(settings).items()}
+    for key, value in found.items():
         try:
-            json.dumps(found[key])
+            json.dumps(value)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{CALLED}: {key}: expected a number, a text or a list of them: {error}") from error
     return found

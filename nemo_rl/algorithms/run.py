@@ -24,7 +24,6 @@ from nemo_rl.algorithms.run_folder import CONFIG_FILE, CURVE_FILE
 from nemo_rl.algorithms.saver import build_checkpoints
 from nemo_rl.algorithms.setup import open_parts
 from nemo_rl.config.r3_trace_env import r3_trace_enabled, trace_folder
-from nemo_rl.config.run import LoggerConfig
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.data.datasets import load_held_out
 from nemo_rl.data.tokenizer import load_tokenizer, stop_token_ids
@@ -153,25 +152,41 @@ def _cluster(config: MasterConfig, start: StartUp, forks: ForkServer | None) -> 
 
 
 def run(config: MasterConfig, *, console: Console, forks: ForkServer | None = None) -> RunSummary:
-    """Trains, writes the reward curve, and prints what was reached, how long it all took, and where it lies.
+    """Trains, writes the reward curve, and prints what was reached, how long it all took, and where it lies; of two
+    stages each, one behind the other.
 
     Args:
         forks: as `worker_forks` opens it for this config; None: it is opened here.
+
+    Returns:
+        The summary of the last stage, or of the one that was ended early.
     """
     started = time.monotonic()
-    with (
-        worker_forks(config) if forks is None else nullcontext(forks) as workers_from,
-        PeakMemory() as memory,
-    ):
-        summary = _trained(config, started, console=console, forks=workers_from)
+    with worker_forks(config) if forks is None else nullcontext(forks) as workers_from:
+        stage = partial(_run_stage, started=started, console=console, forks=workers_from)
+        if len(config.stages) == 1:
+            return stage(config)
+        from nemo_rl.algorithms.two_stages import run_both  # noqa: PLC0415 - a run of one stage does without
+
+        return run_both(config, stage, report=console.print)
+
+
+def _run_stage(config: MasterConfig, *, started: float, console: Console, forks: ForkServer | None) -> RunSummary:
+    """
+    Args:
+        started: of the run, on the monotonic clock.
+    """
+    began = time.monotonic()
+    with PeakMemory() as memory:
+        summary = _trained(config, started, console=console, forks=forks)
     lines = final_lines(
         first_reward=summary.first_reward,
         last_reward=summary.last_reward,
         measure=config.measure,
         num_steps=summary.num_steps,
-        seconds=time.monotonic() - started,
+        seconds=time.monotonic() - began,
         peak_bytes=memory.num_bytes,
-        paths=_outputs(config.logger, summary),
+        paths=_outputs(config, summary),
     )
     for line in lines:
         console.print(line)
@@ -237,10 +252,10 @@ def config_after_loss(config: MasterConfig, lost: NodeLost, *, report: Callable[
     )
 
 
-def _outputs(config: LoggerConfig, summary: RunSummary) -> dict[str, str | Path]:
+def _outputs(config: MasterConfig, summary: RunSummary) -> dict[str, str | Path]:
     """Return the files that the run wrote, by name; a name whose file is not there is left out."""
-    log_dir = config.log_dir
-    if config.reward_curve:
+    log_dir = config.logger.log_dir
+    if config.logger.reward_curve:
         write_reward_curve(log_dir / METRICS_FILE, log_dir / CURVE_FILE)
     found: dict[str, str | Path] = {
         "metrics": log_dir / METRICS_FILE,

@@ -15,7 +15,6 @@ from datetime import datetime
 from rich.console import Console
 
 from nemo_rl.algorithms.async_account import build_account
-from nemo_rl.algorithms.batches import BatchSource
 from nemo_rl.algorithms.grpo_sync import GRPOTrainer, RowParts, TrainerParts
 from nemo_rl.algorithms.kept_steps.recorder import build_recorders
 from nemo_rl.algorithms.losses.policy_loss import build_loss
@@ -44,7 +43,6 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient
 from nemo_rl.distributed.fork_server import ForkServer
 from nemo_rl.distributed.layout import ParallelLayout
 from nemo_rl.experience.rollout_handle import RolloutHandle
-from nemo_rl.experience.rollout_records import RolloutInfo
 from nemo_rl.experience.rollouts import RolloutSpec
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.models.weight_sync.factory import weight_sync_of
@@ -205,7 +203,23 @@ def _parts(opened: _Opened) -> TrainerParts:
     stages = build_stages(columns, tools)
     return TrainerParts(
         config=config,
-        source=_source(opened, rows, info),
+        source=build_source(
+            config.grpo,
+            config.data,
+            settings,
+            info,
+            client=client,
+            rollout=rows.rollout,
+            weight_sync=rows.weight_sync,
+            rows_per_conversation=config.rows_per_conversation,
+            follows=opened.follows,
+            log_dir=config.logger.log_dir,
+            resume_step=opened.resume_step or 0,
+            timeout_s=timeout_s,
+            note=opened.panel.note,
+            durable=config.data_plane.durable,
+            saves=config.checkpointing.enabled,
+        ),
         columns=columns,
         stages=stages,
         client=client,
@@ -246,27 +260,6 @@ def _rows(opened: _Opened, policy: TQPolicy) -> RowParts:
         sleep_level=config.sleep_level,
     )
     return RowParts(rollout=rollout, weight_sync=weight_sync)
-
-
-def _source(opened: _Opened, rows: RowParts, info: RolloutInfo) -> BatchSource:
-    config = opened.config
-    return build_source(
-        config.grpo,
-        config.data,
-        config.policy,
-        info,
-        client=opened.client,
-        rollout=rows.rollout,
-        weight_sync=rows.weight_sync,
-        rows_per_conversation=config.rows_per_conversation,
-        follows=opened.follows,
-        log_dir=config.logger.log_dir,
-        resume_step=opened.resume_step or 0,
-        timeout_s=opened.timeout_s,
-        note=opened.panel.note,
-        durable=config.data_plane.durable,
-        saves=config.checkpointing.enabled,
-    )
 
 
 def _observers(

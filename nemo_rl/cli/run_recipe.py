@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from nemo_rl.algorithms.processes import driver_environment, environment_lines, worker_forks
-from nemo_rl.config.load import load_config
+from nemo_rl.config.load import first_stage, load_config
 from nemo_rl.config.policy import adapter_warnings
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.yaml_text import to_yaml
@@ -53,8 +53,12 @@ def resume_hint(config: MasterConfig, command: Sequence[str]) -> str:
     section = config.checkpointing
     if not section.enabled:
         return "nothing was saved: checkpointing.enabled is false"
+    places = [(section, config.logger.log_dir)]
+    if (first := first_stage(config)) is not None:
+        places.append((first.checkpointing, first.logger.log_dir))
     try:
-        last = open_checkpoints(section, config.logger.log_dir, timeout_s=LOOK_S).latest()
+        found = (open_checkpoints(saving, folder, timeout_s=LOOK_S).latest() for saving, folder in places)
+        last = next(filter(None, found), None)
     except CheckpointError as error:
         return f"the last checkpoint cannot be looked up: {error}"
     if last is None:
@@ -132,13 +136,16 @@ def _train(config: MasterConfig, console: Console) -> int:
 
 
 def _look(config: MasterConfig, console: Console, recipe: Path) -> None:
-    """Check everything that can be known before a run."""
+    """Check everything that can be known before a run, of each of its stages."""
     from nemo_rl.algorithms.preflight.checks import checks_of, preflight  # noqa: PLC0415
     from nemo_rl.algorithms.preflight.inputs import turn_lines  # noqa: PLC0415
+    from nemo_rl.algorithms.two_stages import stage_configs  # noqa: PLC0415
 
-    for line in turn_lines(preflight(config, is_alone=True)):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(f"{recipe}: ok: {', '.join(checks_of(config))}")
+    for stage in stage_configs(config):
+        for line in turn_lines(preflight(stage, is_alone=True)):
+            console.print(line, markup=False, soft_wrap=True)
+        name = "stage sft, " if stage.sft.enabled and not config.sft.enabled else ""
+        console.print(f"{recipe}: {name}ok: {', '.join(checks_of(stage))}")
 
 
 def _folders(config: MasterConfig) -> dict[str, Path]:

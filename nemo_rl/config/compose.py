@@ -76,7 +76,7 @@ def locate_paths(recipe: Recipe) -> dict[tuple[str, ...], str]:
     """
     problems: dict[tuple[str, ...], str] = {}
     for path, value in list(recipe.leaves()):
-        name = ".".join(path)
+        name = ".".join(path).removeprefix("sft.settings.")
         if not isinstance(value, str) or not value:
             continue
         layer = recipe.layer_of(path)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl.config.backends import MegatronOptimizerConfig, OptimizerConfig, SchedulerConfig
-from nemo_rl.config.compose import Layer, Recipe, apply_overrides, compose, locate_paths
+from nemo_rl.config.compose import Layer, Recipe, apply_overrides, compose, locate_paths, recipe_of
 from nemo_rl.config.env import SESSION
 from nemo_rl.config.interpolate import resolve_interpolations
 from nemo_rl.config.parts import UNKNOWN_PART
@@ -24,11 +24,12 @@ from nemo_rl.config.r3_trace_env import r3_trace_verify_forward_enabled
 from nemo_rl.config.rules import RULES
 from nemo_rl.config.rules.rule import Ignored
 from nemo_rl.config.schema import MasterConfig
-from nemo_rl.config.schema_walk import default_tree, drop, lookup, place_of, suggest, suggest_path
+from nemo_rl.config.schema_walk import default_tree, dotted, drop, lookup, place_of, put, suggest, suggest_path
+from nemo_rl.config.sft import WARM_FOLDER, WARM_RATE, WARM_ROWS
 from nemo_rl.config.yaml_text import MASKED
 from nemo_rl.errors import ConfigError, shorten
 
-__all__ = ["carry_optimizer", "load_config", "load_recipe", "parse_tree"]
+__all__ = ["carry_optimizer", "first_stage", "load_config", "load_recipe", "parse_tree"]
 
 # What OmegaConf and Hydra users write for "must be set by the user of this file".
 _MUST_BE_SET = "???"
@@ -89,7 +90,52 @@ def load_recipe(recipe: Recipe, overrides: Sequence[str] = (), *, with_masked: b
     if problems:
         raise ConfigError(problems)
     data = config.data.model_copy(update={"train": config.data.train.without_ignored()})
-    return _with_digests(config.model_copy(update={"data": data}))
+    config = _with_digests(config.model_copy(update={"data": data}))
+    first_stage(config)
+    return config
+
+
+_SHARED = ("policy", "cluster", "data_plane", "logger", "checkpointing")
+"""Sections that both of two stages have."""
+_OF_THE_SECOND = (
+    *("policy.generation", "policy.router_replay", "policy.optimizer", "policy.scheduler"),
+    *("policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler", "data_plane.durable"),
+    *("checkpointing.checkpoint_dir", "checkpointing.staging_dir", "checkpointing.keep_top_k"),
+    *("checkpointing.metric_name", "checkpointing.higher_is_better"),
+)
+"""Keys of them that are of the second stage alone."""
+
+
+def first_stage(config: MasterConfig) -> MasterConfig | None:
+    """Return the recipe of the first of two stages (`stages`); None where there is one.
+
+    Raises:
+        ConfigError: what is wrong with `sft.settings`.
+    """
+    if len(config.stages) < 2:
+        return None
+    tree = config.model_dump(mode="json", include=set(_SHARED))
+    stop_ids, is_megatron = config.policy.generation.stop_token_ids, config.policy.megatron_cfg.enabled
+    for key in _OF_THE_SECOND:
+        drop(tree, key.split("."))
+    if not config.checkpointing.enabled:
+        tree.pop("checkpointing")
+    given: dict[str, object] = {
+        "sft.enabled": True,
+        "sft.min_reward": config.sft.min_reward,
+        "logger.log_dir": str(config.logger.log_dir / WARM_FOLDER),
+        "policy.generation.stop_token_ids": None if stop_ids is None else list(stop_ids),
+        "policy.train_global_batch_size": WARM_ROWS,
+        "policy.megatron_cfg.optimizer.lr" if is_megatron else "policy.optimizer.kwargs.lr": WARM_RATE,
+        "grpo.max_num_epochs": 1,
+    }
+    own = dotted(config.sft.settings)
+    if not any(key.startswith("data.validation") for key in own):
+        given |= {"data.validation": None, "grpo.val_period": 0, "grpo.val_at_start": False, "grpo.val_at_end": False}
+    for key, value in {**given, **own}.items():
+        put(tree, key.split("."), value)
+    # Secrets of the whole recipe have been looked at.
+    return load_recipe(recipe_of(tree, name="stages: sft"), with_masked=True)
 
 
 def _with_digests(config: MasterConfig) -> MasterConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -35,6 +36,9 @@ microbatch, with the optimizer beside it, need no more memory than a training pa
 class MasterConfig(Section):
     """Everything a run needs."""
 
+    stages: tuple[Literal["sft", "grpo"], ...] = ("grpo",)
+    """`[sft, grpo]` trains the model on finished conversations first, by `sft.settings` in the folder `warm_start` of
+    `logger.log_dir`, and goes on from its last checkpoint; see docs/sft.md."""
     grpo: GRPOConfig = Field(default_factory=GRPOConfig)
     sft: SFTConfig = Field(default_factory=SFTConfig)
     loss_fn: LossConfig = Field(default_factory=LossConfig)

@@ -23,6 +23,7 @@ from nemo_rl.config.schema import MasterConfig
 __all__ = [
     "SchemaPlace",
     "default_tree",
+    "dotted",
     "drop",
     "iter_fields",
     "lookup",
@@ -206,6 +207,20 @@ def drop(tree: dict[str, Any], path: Sequence[str]) -> None:
             return
         tree = tree[part]
     tree.pop(path[-1], None)
+
+
+def dotted(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return settings, some of which may be sections, by their dotted keys.
+
+    Example:
+        >>> dotted({"policy": {"precision": "float32"}, "grpo.seed": 3})
+        {'policy.precision': 'float32', 'grpo.seed': 3}
+    """
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        found |= dotted(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
+    return found
 
 
 def _is_union(annotation: object) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import FiniteFloat
+from pydantic import Field, FiniteFloat, JsonValue
 
 from nemo_rl.config.base import Section
 
-__all__ = ["LOOP_KEYS", "SUPERVISED_LOSS", "SFTConfig"]
+__all__ = ["LOOP_KEYS", "SUPERVISED_LOSS", "WARM_FOLDER", "WARM_RATE", "WARM_ROWS", "SFTConfig"]
 
 SUPERVISED_LOSS = "nemo_rl.algorithms.losses.nll:supervised_loss"
 """The loss of supervised training, which no recipe names."""
@@ -20,6 +20,10 @@ LOOP_KEYS = (
     "seed",
 )
 """Keys of `grpo` that supervised training reads."""
+WARM_FOLDER = "warm_start"
+"""The folder of the first of two stages, in `logger.log_dir`."""
+WARM_ROWS, WARM_RATE = 16, 1e-5
+"""Rows of an optimizer step of a first stage, and its learning rate, where neither is given."""
 
 
 class SFTConfig(Section):
@@ -31,3 +35,7 @@ class SFTConfig(Section):
     min_reward: FiniteFloat | None = None
     """Least reward of rows of `data` that are readable rollouts of an earlier run: their sampled tokens are trained.
     Null refuses such rows."""
+    settings: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keys of the recipe of the first stage, where `stages` is `[sft, grpo]`: nested, or dotted as on the command line,
+    such as `data.train.data_path`. Model, layout, cluster and times of checkpoints are those of the second stage. All
+    else has its default, but for one epoch of `data.train`, no validation, 16 rows of a step and a rate of 1e-5."""

@@ -30,6 +30,7 @@ __all__ = [
     "LOCK_FILE",
     "OUTCOME_FILE",
     "RunOutcome",
+    "is_done",
     "lock_folder",
     "lock_problem",
     "outcome_of",
@@ -168,6 +169,12 @@ def stopped_early(folder: Path, cause: str) -> None:
     found = _read_outcome(folder)
     if found is not None:
         _write_outcome(folder, found.at(time.time(), STOPPED, cause))
+
+
+def is_done(folder: Path) -> bool:
+    """Return whether a run in the folder has done all its steps; False where there is none."""
+    found = _read_outcome(folder)
+    return found is not None and found.state == ENDED
 
 
 def outcome_of(folder: Path, *, step: int, num_steps: int | None) -> RunOutcome:

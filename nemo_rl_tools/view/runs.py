@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from nemo_rl.config.sft import WARM_FOLDER
 from nemo_rl.config.yaml_text import YamlProblem, parse_yaml, yaml_line
 from nemo_rl.data_plane.ledger.events import EVENTS_FILE
 from nemo_rl.errors import UserError, boundary
@@ -168,6 +169,8 @@ def _name(path: Path, folder: Path) -> str:
 def _walk(folder: Path, depth: int) -> Iterator[Path]:
     if (folder / METRICS_FILE).is_file():
         yield folder
+        # The first of two stages is a run in the folder of the second one.
+        yield from _walk(folder / WARM_FOLDER, 0)
         return
     if not depth:
         return

@@ -182,7 +182,7 @@ def test_train_goes_on_from_finished_conversations(model: Path, tmp_path: Path) 
     recipe = yaml.safe_load((warm.folder / "config.yaml").read_text())
     started_from = Path(recipe["policy"]["model_name"])
     assert started_from.is_relative_to(warm.folder / "warm_start") and (started_from / "model.safetensors").is_file()
-    with pytest.raises(ConfigError, match="warm_start with policy.lora"):
+    with pytest.raises(ConfigError, match="warm start with policy.lora"):
         train(model, folder=tmp_path / "lora", warm_start=said, lora=True, **given)
 
 

@@ -4,20 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nemo_rl.config.base import Section
+from nemo_rl.config.base import Section, is_url
 from nemo_rl.config.rules.rule import keys_besides_the_switch, would_be_ignored
 from nemo_rl.config.schema import MasterConfig
+from nemo_rl.config.schema_walk import dotted
 from nemo_rl.config.sft import LOOP_KEYS
 
 __all__ = []
 
 _SWITCH = "sft.enabled"
+_OF_BOTH = ("stages", "sft.enabled", "sft.settings", "policy.model_name", "policy.tokenizer", "policy.lora")
+"""Keys that two stages cannot have differently."""
+
+
+def rule_stages_are_one_or_both(config: MasterConfig) -> Iterator[str]:
+    if config.stages == ("grpo",):
+        return
+    if config.stages != ("sft", "grpo"):
+        yield f"stages: expected [grpo] or [sft, grpo], got [{', '.join(config.stages)}]; `nemo-rl sft` runs sft alone"
+        return
+    if config.sft.enabled:
+        yield f"{_SWITCH}: true is supervised training alone, and stages are sft and grpo; set stages to [grpo]"
+    if config.policy.lora.enabled:
+        yield (
+            "policy.lora.enabled: a warm start with policy.lora: GRPO would train a new adapter beside that of the "
+            "first stage; set it to false, or train, export and merge the first one by `nemo-rl sft`"
+        )
+    for key, value in dotted(config.sft.settings).items():
+        if any(f"{key}.".startswith(f"{shared}.") for shared in (*_OF_BOTH, "logger.log_dir")):
+            yield f"sft.settings.{key}: is the same in both stages; set it outside of sft.settings"
+        if key == "checkpointing.checkpoint_dir" and is_url(value):
+            yield f"sft.settings.{key}: the second stage reads it as a folder; set one"
 
 
 def rule_supervised_training_reads_its_own_keys(config: MasterConfig) -> Iterator[str]:
     if not config.sft.enabled:
-        yield from would_be_ignored(config.sft, "sft", keys_besides_the_switch(config.sft), switch=_SWITCH)
+        if "sft" not in config.stages:
+            yield from would_be_ignored(config.sft, "sft", keys_besides_the_switch(config.sft), switch=_SWITCH)
         return
+    alone = "supervised training alone reads the recipe itself"
+    yield from would_be_ignored(config.sft, "sft", ["settings"], switch="stages", because=alone)
     because = f"{_SWITCH} is true, which trains finished conversations without rollouts, rewards and engines"
     policy, data = config.policy, config.data
     parts: list[tuple[Section, str, tuple[str, ...]]] = [

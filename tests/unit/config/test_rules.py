@@ -366,6 +366,18 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("sft.enabled=true", "grpo.num_generations_per_prompt=3"), "grpo.num_generations_per_prompt: 3 would be"),
         (("sft.enabled=true", "data.curriculum.window={}"), "data.curriculum.window: would be ignored, because sft"),
         (("sft.enabled=true", "data.train.env={name: sort}"), "data.train.env"),
+        (("sft.enabled=true", "+sft.settings.grpo.seed=1"), "sft.settings: {'grpo': {'seed': 1}} would be ignored"),
+        (("+sft.settings.grpo.seed=1",), "sft.settings: {'grpo': {'seed': 1}} would be ignored"),
+    ],
+    "rule_stages_are_one_or_both": [
+        (("stages=[grpo, sft]",), "stages: expected [grpo] or [sft, grpo], got [grpo, sft]"),
+        (("stages=[sft, grpo]", "sft.enabled=true"), "sft.enabled: true is supervised training alone"),
+        (("stages=[sft, grpo]", "policy.lora.enabled=true"), "policy.lora.enabled: a warm start with policy.lora"),
+        (("stages=[sft, grpo]", "+sft.settings.policy.model_name=m"), "sft.settings.policy.model_name: is the same"),
+        (
+            ("stages=[sft, grpo]", "+sft.settings.checkpointing.checkpoint_dir=s3://bucket/run"),
+            "sft.settings.checkpointing.checkpoint_dir: the second stage reads it as a folder",
+        ),
     ],
     "rule_supervised_training_has_text_and_a_template": [
         (
