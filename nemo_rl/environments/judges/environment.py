@@ -86,7 +86,10 @@ class JudgeEnvironment:
     @property
     def source(self) -> str:
         """Return what the rewards are made of, as one text."""
-        parts = [judge.model_dump_json() for judge in self._cfg.judges.values()]
+        # Runs of recipes without options keep their identity.
+        parts = [
+            judge.model_dump_json(exclude=None if judge.options else {"options"}) for judge in self._cfg.judges.values()
+        ]
         return ";".join([*parts, *([] if self._function is None else [self._function.source])])
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> EnvReport:
