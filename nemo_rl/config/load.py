@@ -99,7 +99,7 @@ _SHARED = ("policy", "cluster", "data_plane", "logger", "checkpointing")
 """Sections that both of two stages have."""
 _OF_THE_SECOND = (
     *("policy.generation", "policy.router_replay", "policy.optimizer", "policy.scheduler"),
-    *("policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler", "data_plane.durable"),
+    *("policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler", "policy.tracer", "data_plane.durable"),
     *("checkpointing.checkpoint_dir", "checkpointing.staging_dir", "checkpointing.keep_top_k"),
     *("checkpointing.metric_name", "checkpointing.higher_is_better"),
 )

@@ -270,7 +270,7 @@ REFUSED_REWARDS: Refused = {
             "env.judges.a.scale: would be ignored",
         ),
         (("env.name=judge", "env.judges={a: {rubric: r, base_url: 'http://127.0.0.1:1/v1'}}"), "a.model: must be set"),
-        ((*JUDGED, "+env.judges.a.options={b: 1}"), "env.judges.a.options: {'b': 1} would be ignored"),
+        ((*JUDGED, "+env.judges.a.options={b: 1}"), "env.judges.a.options: would be ignored"),
         ((*JUDGED, "+env.judges.a.kind=my.module:Judge"), "env.judges.a.base_url: 'http://127.0.0.1:1/v1' would be"),
         ((*JUDGED, "+env.judges.a.kind=classifier"), "env.judges.a.base_url: 'http://127.0.0.1:1/v1' would be ignored"),
         (
