@@ -180,6 +180,9 @@ def expected_of_peft(folder: Path) -> tuple[list[float], list[float], Arrays, Ar
         for name, weight in parameters.items():
             weight.copy_(start_values[name])
     losses, norms, gradients = plain_loop(model, parameters)
+    # Those of the worker are read when its optimizer steps, as they are clipped.
+    clipped = min(1.0, MAX_GRAD_NORM / (norms[0] + 1e-6))
+    gradients = {name: gradient * clipped for name, gradient in gradients.items()}
     return losses, norms, gradients, {name: weight.detach().numpy() for name, weight in parameters.items()}
 
 
