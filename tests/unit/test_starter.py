@@ -194,16 +194,16 @@ def test_a_chain_of_sums_is_written_out_step_by_step() -> None:
 def test_long_chains_are_taught_with_slips_behind_their_first_sums_and_short_ones_without() -> None:
     task = STARTER_TASKS["chain_sums"]
     share_of_right = {}
-    for terms in (4, 5, 7):
+    for terms in (5, 6, 7):
         only = task.dataset.model_copy(
             update={"options": {**task.dataset.options, "min_terms": terms, "max_terms": terms}}
         )
         problems = replace(task, dataset=only).training(size=400, seed=3)
         found = [final_answer(task.demonstrate(problem)) for problem in problems]
         share_of_right[terms] = sum(map(eq, found, [problem.answer for problem in problems])) / len(found)
-    assert share_of_right[4] == 1.0 and 0.5 < share_of_right[5] < 0.7
+    assert share_of_right[5] == 1.0 and 0.4 < share_of_right[6] < 0.6
     # A later slip may make up for an earlier one.
-    assert 0.2 < share_of_right[7] < 0.35
+    assert 0.2 < share_of_right[7] < 0.45
 
 
 def games(seed: int) -> list[tuple[int, list[Message]]]:
