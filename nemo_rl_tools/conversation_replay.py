@@ -459,7 +459,7 @@ class _ConversationReplay:
             stop_ids=self._sampling.stop_token_ids,
             tools=self._file.schemas,
             now=self._file.now,
-            history=self._settings.config.data.history,
+            history="new_row" if self._settings.config.history == "new_row" else "append",
         )
         limit = self._settings.limits.of_stage(SiteKind.LOGPROB, phase=GENERATION)
         found = [ComparedTurns(kept=each, samplers=samplers, text_of=self._text_of, limit=limit) for each in kept]

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 __all__ = ["main"]
@@ -23,10 +23,11 @@ def main() -> None:
     client = OpenAI()
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": row["prompt"]}]
     while not reward:
-        choice = client.chat.completions.create(model="policy", messages=messages).choices[0]
-        guesses = re.findall(r"\d+", choice.message.content or "")
-        if not guesses and choice.finish_reason == "length":
+        try:
+            choice = client.chat.completions.create(model="policy", messages=messages).choices[0]
+        except BadRequestError:
             break  # a limit of the recipe, such as its turns, was reached
+        guesses = re.findall(r"\d+", choice.message.content or "")
         guess = int(guesses[-1]) if guesses else -1
         reward = float(guess == number)
         said = ("higher" if guess < number else "lower") if guesses else "say a number"

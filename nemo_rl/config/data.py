@@ -22,12 +22,17 @@ __all__ = [
     "DatasetConfig",
     "ExtraColumn",
     "GateConfig",
+    "History",
     "MixtureConfig",
     "SourceConfig",
     "TrainConfig",
     "VarianceConfig",
     "WindowConfig",
 ]
+
+
+History = Literal["append", "new_row", "branch"]
+"""`data.history` with `auto` decided."""
 
 
 class DatasetConfig(Section):
@@ -286,10 +291,12 @@ class DataConfig(Section):
     """Longest prompt in tokens, chat template included."""
     overlong_prompts: Literal["skip", "error"] = "skip"
     """The treatment of longer prompts: count and skip them, or refuse to start."""
-    history: Literal["append", "new_row"] = "append"
+    history: Literal["auto", "append", "new_row", "branch"] = "auto"
     """Conversations whose chat template rewrites earlier turns, such as one that strips thoughts. `append`: the tokens
     that were sampled stay, in one row; `new_row`: the conversation goes on in a further row, whose prompt is what the
-    template makes of its history."""
+    template makes of its history. `branch`: as `append`, and a program may have several histories at once, which
+    begin rows of their own; the conversation still counts once. `auto`: `branch` for programs where the batch takes
+    any number of rows (`policy.sequence_packing` or `policy.dynamic_batching`), else `append`."""
     shuffle: bool = True
     """Draw training prompts in a new order each epoch, from `grpo.seed`; false keeps the dataset's order."""
 

@@ -253,6 +253,19 @@ class ConversationConfig(Section):
     drop_void_turns: bool = False
     """Leave a row out of the loss that has a turn without text and without a call (SimpleTIR); it counts for the
     baseline."""
+    max_rows: PositiveInt = 16
+    """Most rows of a conversation of a program with `data.history: branch`: its histories that are not one another's
+    beginning. One more is answered as behind `max_turns`."""
+    side_requests: Literal["leave_out", "train"] = "leave_out"
+    """Requests of a program that is given tools, such as for a title: a single turn without tools, under another system
+    prompt than its histories with tools. `leave_out`: they are answered and counted, and not trained."""
+    equal_requests: Literal["join", "sample"] = "join"
+    """A request of a program that is equal, byte for byte, to one that is being answered, or whose answer no request
+    has continued yet, as clients repeat it after a lost connection. `join`: it gets the same answer; `sample`: another
+    turn is sampled."""
+    limit_answer: Literal["error", "empty_turn"] = "error"
+    """The answer to a program behind a limit. `error`: status 400 with the code `context_length_exceeded`, which
+    clients do not repeat; `empty_turn`: a turn without text, with the reason `length`."""
     keep_replies: bool = True
     """Write the replies of environments and tools with `diagnostics.keep_steps`, so that conversations can be
     replayed."""

@@ -14,14 +14,14 @@ from typing import Literal
 from pydantic import Field
 
 from nemo_rl.config.base import AUTO, Section
-from nemo_rl.config.data import CurriculumConfig, DataConfig, DatasetConfig
+from nemo_rl.config.data import CurriculumConfig, DataConfig, DatasetConfig, History
 from nemo_rl.config.data_plane import DataPlaneConfig
 from nemo_rl.config.distillation import teacher_policy
 from nemo_rl.config.env import EnvConfig, ExperienceConfig
 from nemo_rl.config.generation import ColocatedConfig, DeviceSharing, GenerationConfig, RefitTransport
 from nemo_rl.config.grpo import ESTIMATORS_BY_STEP, GRPOConfig
 from nemo_rl.config.loss import LossConfig
-from nemo_rl.config.parts import ENGINE_CAPABILITIES, EngineCapabilities
+from nemo_rl.config.parts import ENGINE_CAPABILITIES, PROGRAM, EngineCapabilities
 from nemo_rl.config.policy import PolicyConfig, RouterReplayConfig
 from nemo_rl.config.run import CheckpointingConfig, ClusterConfig, DiagnosticsConfig, EvaluationConfig, LoggerConfig
 from nemo_rl.config.sft import LOOP_KEYS, SUPERVISED_LOSS, SFTConfig
@@ -154,8 +154,18 @@ class MasterConfig(Section):
     @property
     def rows_per_conversation(self) -> int:
         """Return the most rows of one sample of a prompt."""
-        section = self.experience.conversation
-        return section.max_turns if section.enabled and self.data.history == "new_row" else 1
+        section, history = self.experience.conversation, self.history
+        if not section.enabled or history == "append":
+            return 1
+        return section.max_turns if history == "new_row" else min(section.max_turns, section.max_rows)
+
+    @property
+    def history(self) -> History:
+        """Return `data.history` with `auto` decided."""
+        if self.data.history != "auto":
+            return self.data.history
+        batching = self.policy.sequence_packing.is_on or self.policy.dynamic_batching.enabled
+        return "branch" if self.env.name == PROGRAM and batching else "append"
 
     @property
     def scoring(self) -> GRPOConfig:

@@ -23,8 +23,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from nemo_rl.environments.chat import Answer
 from nemo_rl.environments.conversation import ConversationRow, EnvironmentFailure
-from nemo_rl.environments.endpoint import Answer, ChatEndpoint
+from nemo_rl.environments.endpoint import ChatEndpoint
 from nemo_rl.environments.user_process import PART_BYTES, PrintedLines, python_command
 from nemo_rl.environments.wire import NUMBER_LIMIT, MalformedReply, finite, plain_parts
 from nemo_rl.utils.exits import machine_problem

@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.config.data import History
 from nemo_rl.config.env import ConversationConfig, Ending, ToolsConfig
 from nemo_rl.data.conversation import Message, ToolCall
 from nemo_rl.data.datasets import Prompt
@@ -98,6 +99,12 @@ class TurnRecord:
     sampled_s: float = 0.0
     tool_s: float = 0.0
     """Seconds of tools and environment."""
+    follows: int | None = None
+    """Number of the turn whose history it continues, -1 for none; None: the turn before it."""
+    opening: tuple[Message, ...] = ()
+    """Messages of a program that began its row, where that is not the first one."""
+    is_side: bool = False
+    """A side request of a program, which is not trained."""
 
     @property
     def num_valid_calls(self) -> int:
@@ -114,7 +121,8 @@ class ConversationRecord:
     """A conversation that has ended."""
 
     rows: tuple[TokenRow, ...]
-    """One row, or several where the template or a program rewrites what was said."""
+    """One row, or several where the template rewrites what was said or a program has several histories; the last one
+    has the last turn."""
     turns: tuple[TurnRecord, ...]
     ending: Ending
     reward: float | None
@@ -128,7 +136,9 @@ class ConversationRecord:
     is_scored: bool = True
     """False: the policy of its ending leaves it out of all statistics."""
     num_rewrites: int = 0
-    """Requests of a program whose history was another than the row's."""
+    """Requests of a program whose history was none that a row ends with."""
+    num_joined: int = 0
+    """Requests of a program that repeated another one, and got its answer."""
     is_refill: bool = False
     """True where it was sampled with other seeds in place of one that was left out."""
     seconds: float = 0.0
@@ -256,6 +266,8 @@ class AttemptParts:
     calls: CallFormat | None = None
     """The form of calls; None where turns are not searched for calls."""
     stop_ids: frozenset[int] = frozenset()
+    history: History = "append"
+    """`data.history` for programs."""
 
 
 class TimeIsUp(Exception):
@@ -309,7 +321,7 @@ class Attempt:
         self._rows = [TokenRow(task.prompt.ids)]
         self._turns: list[TurnRecord] = []
         self._handle: Replies | None = None
-        self._num_sampled = self._num_invalid = self._num_rewrites = 0
+        self._num_sampled = self._num_invalid = self._num_rewrites = self._num_joined = 0
         self._began, self._waited_s = time.monotonic(), 0.0
         self._stop: tuple[str, ...] | None = None
         self._engine: int | None = None
@@ -350,6 +362,7 @@ class Attempt:
             error=error,
             num_attempts=self._number + 1,
             num_rewrites=self._num_rewrites,
+            num_joined=self._num_joined,
             seconds=time.monotonic() - self._began,
         )
 
@@ -379,10 +392,12 @@ class Attempt:
     async def _take_turns(self) -> Ending:
         most = self._parts.config.max_turns
         for number in range(most):
-            room = self._room()
+            row = self._rows[-1]
+            room = self._room(row)
             if room < 1:
                 return self._full()
-            row, said = self._rows[-1], await self._sample(number, room)
+            sample = await self._sample(number, room, row, engine=self._engine)
+            self._engine, said = sample.engine, SaidTurn(sample=sample, parsed=self._parse(sample))
             was_extended = False
             try:
                 ending = Ending.TIME_LIMIT if self._seconds_left() <= 0 else await self._answer(number, said)
@@ -398,18 +413,23 @@ class Attempt:
                 return ending or Ending.CONTEXT_FULL
         raise AssertionError("the last turn has an ending")
 
-    def _room(self) -> int:
+    def _room(self, row: TokenRow) -> int:
         most, parts = self._task.sampling.max_new_tokens, self._parts
         if parts.config.max_sampled_tokens is not None:
             most = min(most, parts.config.max_sampled_tokens - self._num_sampled)
-        return min(most, parts.max_total_length - len(self._rows[-1]))
+        return min(most, parts.max_total_length - len(row))
 
     def _full(self) -> Ending:
         limit = self._parts.config.max_sampled_tokens
         return Ending.TOKEN_LIMIT if limit is not None and self._num_sampled >= limit else Ending.CONTEXT_FULL
 
-    async def _sample(self, number: int, room: int) -> SaidTurn:
-        task, row = self._task, self._rows[-1]
+    async def _sample(self, number: int, room: int, row: TokenRow, *, engine: int | None) -> TurnSample:
+        """Return a turn, which is put behind the tokens of its row.
+
+        Args:
+            engine: the one that has the row in its prefix cache; None where none has.
+        """
+        task = self._task
         sampling = replace(task.sampling, max_new_tokens=room)
         if self._stop is not None:
             sampling = replace(sampling, stop_strings=self._stop)
@@ -419,24 +439,24 @@ class Attempt:
             seed=turn_seed(task.seed, number),
             sampling=sampling,
             name=f"{task.name}.{number}{attempt}" if task.name else "",
-            engine=self._engine,
+            engine=engine,
             only_engine=task.only_engine,
         )
         self._enter("an engine")
         sample = await self._parts.sampler.sample(request)
         self._waited_s += sample.waited_s
         self._num_sampled += len(sample.token_ids)
-        self._engine = sample.engine
         row.add_turn(
             sample.token_ids,
             sample.logprobs,
             version_spans=sample.version_spans,
+            number=number,
             cached_tokens=sample.cached_tokens,
             truncated=sample.truncated,
             support=sample.support,
             routes=sample.routes,
         )
-        return SaidTurn(sample=sample, parsed=self._parse(sample))
+        return sample
 
     def _parse(self, sample: TurnSample) -> ParsedTurn:
         calls, tools = self._parts.calls, self._parts.hosts.tools
@@ -511,7 +531,7 @@ class Attempt:
             return False
         self._messages += said.messages
         if found.starts_row:
-            self._rows.append(TokenRow(found.ids, first_turn=len(self._turns) + 1))
+            self._rows.append(TokenRow(found.ids))
         else:
             row.insert(found.ids, num_seam=found.num_seam)
         return True

@@ -77,7 +77,10 @@ class ScoredGroup:
                 endings=np.asarray([endings.index(record.ending) for record in of_row], dtype=np.uint8),
                 num_turns=np.asarray([len(record.turns) for record in of_row], dtype=np.int32),
                 is_void=np.asarray(
-                    [self.drops_void_turns and any(turn.is_void for turn in record.turns) for record in of_row],
+                    [
+                        self.drops_void_turns and any(turn.is_void and not turn.is_side for turn in record.turns)
+                        for record in of_row
+                    ],
                     dtype=np.bool_,
                 ),
             ),
@@ -100,6 +103,8 @@ class ScoredGroup:
             "left_out_rows": Sum(float(sum(not record.is_scored for record in self.records))),
             "retried_conversations": Sum(float(sum(record.num_attempts > 1 for record in self.records))),
             "rewritten_histories": Sum(float(sum(record.num_rewrites for record in self.records))),
+            "joined_requests": Sum(float(sum(record.num_joined for record in self.records))),
+            "side_requests": Sum(float(sum(turn.is_side for turn in turns))),
             "refilled_conversations": Sum(float(sum(record.is_refill for record in self.records))),
             "valid_call_share": Mean(float(with_call), num),
             "void_turn_share": Mean(float(sum(turn.is_void for turn in turns)), float(len(turns))),

@@ -249,7 +249,7 @@ class RolloutSampling:
             stop_ids=stops,
             tools=self.environment.schemas,
             now=self.now,
-            history=spec.data.history,
+            history="new_row" if spec.history == "new_row" else "append",
         )
         parts = AttemptParts(
             config=spec.experience.conversation,
@@ -261,6 +261,7 @@ class RolloutSampling:
             hosts=self.environment.hosts,
             calls=self._call_format(encoder),
             stop_ids=frozenset(stops),
+            history=spec.history,
         )
         loop.use(parts)
         self.conversations = ConversationRollouts(

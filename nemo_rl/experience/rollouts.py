@@ -15,7 +15,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config.data import DataConfig
+from nemo_rl.config.data import DataConfig, History
 from nemo_rl.config.env import EnvConfig, ExperienceConfig
 from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.grpo import GRPOConfig
@@ -69,6 +69,8 @@ class RolloutSpec:
     """The time that the chat template sees: that of the run's first start. None: the clock's."""
     min_reward: float | None = None
     """`sft.min_reward`."""
+    history: History = "append"
+    """`data.history` with `auto` decided."""
 
     @classmethod
     def of(cls, config: MasterConfig, *, now: datetime | None = None) -> RolloutSpec:
@@ -86,6 +88,7 @@ class RolloutSpec:
             start_timeout_s=config.cluster.worker_start_timeout_s,
             now=now,
             min_reward=config.sft.min_reward,
+            history=config.history,
         )
 
 

@@ -49,7 +49,7 @@ class TurnTokens:
     """Position in the row."""
     length: int
     number: int
-    """Number of the turn in the conversation, whose earlier turns may be in another row."""
+    """Number of the turn in the conversation, of which other turns may be in other rows."""
     version_spans: tuple[tuple[int, int], ...]
     """Spans (first token of the turn, version of the weights); the first begins at 0."""
     cached_tokens: int | None = None
@@ -65,7 +65,6 @@ class TokenRow:
 
     Args:
         prompt_ids: tokens before the first turn; at least one.
-        first_turn: number of the first turn in the conversation.
 
     Example:
         >>> row = TokenRow((1, 2))
@@ -76,8 +75,7 @@ class TokenRow:
         ((1, 2, 7, 8, 4, 5, 6, 9), [2, 7], 3, ((0, 3),))
     """
 
-    def __init__(self, prompt_ids: Sequence[int], *, first_turn: int = 0) -> None:
-        self._first_turn = first_turn
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._ids: list[int] = []
         self._turns: list[TurnTokens] = []
         self._logprobs: list[torch.Tensor] = []
@@ -196,6 +194,7 @@ class TokenRow:
         logprobs: torch.Tensor,
         *,
         version_spans: Sequence[tuple[int, int]],
+        number: int | None = None,
         cached_tokens: int | None = None,
         truncated: bool = False,
         support: torch.Tensor | None = None,
@@ -207,6 +206,7 @@ class TokenRow:
         Args:
             logprobs: `[len(token_ids)]`.
             version_spans: spans (first token of the turn, version).
+            number: of the turn in the conversation; None counts those of the row.
             support: sampling masks, as in `GenerationOutput.support`.
             routes: routes of experts, of one row.
             reward: known at once only by a caller that has scored it; see `set_reward`.
@@ -231,7 +231,7 @@ class TokenRow:
             TurnTokens(
                 start=len(self._ids),
                 length=len(token_ids),
-                number=self._first_turn + len(self._turns),
+                number=len(self._turns) if number is None else number,
                 version_spans=tuple(version_spans),
                 cached_tokens=cached_tokens,
                 truncated=truncated,

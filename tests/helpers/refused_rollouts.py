@@ -139,6 +139,20 @@ REFUSED_CONVERSATIONS: Refused = {
         ((*PROGRAM, "+env.options.shell=true"), "env.options.shell: env.name 'program' takes command only"),
         ((*PROGRAM, TOOL), "env.tools.use: the program of env.name 'program' brings tools of its own"),
     ],
+    "rule_keys_of_programs_need_programs": [
+        ((*TURNS, f"{C}.max_rows=3"), f"{C}.max_rows: 3 would be ignored, because env.name is 'sort', and no program"),
+        ((*TURNS, "data.history=branch"), "data.history: 'branch' would be ignored, because env.name is 'sort'"),
+        (
+            (*PROGRAM, "data.history=append", f"{C}.side_requests=train"),
+            f"{C}.side_requests: 'train' would be ignored, because data.history is 'append'",
+        ),
+    ],
+    "rule_branches_need_batches_of_any_size": [
+        (
+            (*PROGRAM, "data.history=branch", "policy.dynamic_batching.enabled=false"),
+            "data.history: branch gives any number of rows",
+        )
+    ],
     "rule_environments_with_turns_need_conversations": [
         ((name,), f"{C}.enabled: env.name {name.partition('=')[2]!r} is an environment with turns")
         for name in ("env.name=guess", "env.name=program")
@@ -189,6 +203,7 @@ ACCEPTED_CONVERSATIONS: list[tuple[str, ...]] = [
     (*TURNS, TOOL, "env.tools.format=llama3"),
     (*TURNS, "env.name=guess", "env.memory_mib=512", "env.network=true", "env.num_workers=2"),
     PROGRAM,
+    (*PROGRAM, "data.history=branch", f"{C}.max_rows=3", f"{C}.limit_answer=empty_turn"),
     (*PROGRAM, "env.tools.format=llama3", "data.history=new_row", "env.memory_mib=512"),
     (*PROGRAM, "env.reward_function=a:b", "env.score_threshold=0.5", "env.on_timeout=error"),
     BY_TURN,

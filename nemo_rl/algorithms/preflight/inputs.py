@@ -258,8 +258,8 @@ def turn_lines(config: MasterConfig) -> list[str]:
     found, about_calls = subject.turn_checks, subject.format_check
     if not found:
         return []
-    history = config.data.history
-    kept = "those tokens stay in the row" if history == "append" else "a new row is started"
+    history = config.history
+    kept = "a new row is started" if history == "new_row" else "those tokens stay in the row"
     head = f"turns of conversations (data.history: {history}; new_row: {kept}):"
     return [head, *(f"  {check.line()}" for check in found), *([f"  {about_calls.line}"] if about_calls else [])]
 

@@ -329,8 +329,33 @@ def rule_conversation_keys_need_conversations(config: MasterConfig) -> Iterator[
     yield from would_be_ignored(section, prefix, names, switch=switch)
     tools = tuple(type(config.env.tools).model_fields)
     yield from would_be_ignored(config.env.tools, "env.tools", tools, switch=switch)
-    if config.data.history != "append":
+    if config.data.history not in ("auto", "append"):
         yield from would_be_ignored(config.data, "data", ("history",), switch=switch)
+
+
+def rule_keys_of_programs_need_programs(config: MasterConfig) -> Iterator[str]:
+    section, prefix = config.experience.conversation, "experience.conversation"
+    if not section.enabled:
+        return
+    if config.env.name != PROGRAM:
+        names = ["max_rows", "side_requests", "equal_requests", "limit_answer"]
+        because = f"env.name is {config.env.name!r}, and no program"
+        yield from would_be_ignored(section, prefix, names, switch="env.name", because=because)
+        if config.data.history == "branch":
+            yield from would_be_ignored(config.data, "data", ("history",), switch="env.name", because=because)
+    elif config.history != "branch":
+        because = f"data.history is {config.history!r}"
+        names = ["max_rows", "side_requests"]
+        yield from would_be_ignored(section, prefix, names, switch="data.history", because=because)
+
+
+def rule_branches_need_batches_of_any_size(config: MasterConfig) -> Iterator[str]:
+    policy = config.policy
+    if config.data.history == "branch" and not (policy.sequence_packing.is_on or policy.dynamic_batching.enabled):
+        yield (
+            "data.history: branch gives any number of rows, and microbatches of a fixed number of rows take no other; "
+            "set policy.sequence_packing.enabled or policy.dynamic_batching.enabled to true"
+        )
 
 
 def rule_tool_keys_need_tools(config: MasterConfig) -> Iterator[str]:

@@ -16,8 +16,9 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from nemo_rl.data.conversation import Message, ToolCall
+from nemo_rl.environments.chat import ChatAnswer, ChatRequest, RefusedRequest
 from nemo_rl.environments.conversation import ConversationRow, EnvironmentFailure
-from nemo_rl.environments.endpoint import ChatAnswer, ChatEndpoint, ChatRequest, RefusedRequest
+from nemo_rl.environments.endpoint import ChatEndpoint
 from nemo_rl.environments.programs import ProgramResult, ProgramSpec, run_program
 from tests.helpers.processes import MARK, marked
 

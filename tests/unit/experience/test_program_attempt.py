@@ -126,6 +126,7 @@ def program(
                 hosts=hosts,
                 calls=HermesCalls(tokenizer),
                 stop_ids=frozenset(stops),
+                history=history,
             )
         )
         yield Setting(loop=loop, host=host, tokenizer=tokenizer, encoder=encoder, heard=heard)
@@ -186,14 +187,14 @@ def test_a_rewritten_history_begins_a_row_or_is_refused() -> None:
     with program("rewrite") as setting:
         [record] = setting.run()
     assert record.ending is Ending.ENV_ERROR and record.num_rewrites == 1 and not record.is_scored
-    assert len(record.turns) == 2 and "its last request was refused: messages: expected the 4 messages" in record.error
+    assert len(record.turns) == 2 and "its last request was refused: messages: expected the messages of the conversation" in record.error
 
 
 def test_limits_answer_with_a_cut_turn_and_are_the_ending() -> None:
-    with program("long", max_turns=3) as setting:
+    with program("long", max_turns=3, limit_answer="empty_turn") as setting:
         [record] = setting.run()
     assert (record.ending, len(record.turns), record.reward) == (Ending.TURN_LIMIT, 3, 0.25)
-    with program("long", max_sampled_tokens=14) as setting:
+    with program("long", max_sampled_tokens=14, limit_answer="empty_turn") as setting:
         [record] = setting.run()
     assert record.ending is Ending.TOKEN_LIMIT and sum(turn.num_tokens for turn in record.turns) == 14
     with program("long", max_turns=99) as setting:
