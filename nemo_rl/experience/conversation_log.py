@@ -116,6 +116,8 @@ def turn_lines(log: ConversationLog) -> dict[str, Any]:
 def _turn_line(turn: TurnRecord) -> dict[str, Any]:
     """Return a turn with rounded times, without what is empty."""
     found = {name: value for name, value in asdict(turn).items() if value not in ((), [], {}, None)}
+    if not turn.is_side:
+        del found["is_side"]
     return found | {name: round(seconds, 4) for name, seconds in _times(turn).items()}
 
 

@@ -11,6 +11,9 @@ import pytest
 from rich.console import Console
 
 from nemo_rl.algorithms.run import run
+from nemo_rl_tools.conversation_replay import replay_conversations
+from nemo_rl_tools.step_replay.chain import ReplayRequest
+from nemo_rl_tools.verdict import Verdict
 from tests.helpers.case_selection import params
 from tests.helpers.runs import LOCAL, load_recipe, logged_steps, write_recipe
 
@@ -82,6 +85,35 @@ def test_a_conversation_whose_history_is_rewritten_has_several_rows(tmp_path, mo
     changes = {**TALK, **NEW_ROWS, **SOURCES[source], "grpo.adv_estimator.name": estimator}
     for step in logged_steps(train(tmp_path / "run", model, changes)):
         assert step["rollout/turns"] == 3 and 2 < step["rollout/rows_per_conversation"] <= 3
+
+
+PROGRAM = {
+    **TALK,
+    "env.name": "program",
+    "env.options": f"{{command: [python, {Path(__file__).parents[1] / 'helpers/chat_program.py'}, branch]}}",
+    "env.timeout_s": "60",
+    "policy.max_total_sequence_length": "256",
+    "policy.dynamic_batching.train_mb_tokens": "256",
+    "policy.dynamic_batching.logprob_mb_tokens": "256",
+    "experience.conversation.max_open": "2",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_program_with_several_histories_is_trained_and_sampled_again(tmp_path, model, source):
+    changes = {**PROGRAM, **SOURCES[source]}
+    if source == "synchronous":
+        changes |= {"diagnostics.keep_steps.enabled": "true", "policy.generation.batch_invariant": "true"}
+    logs = train(tmp_path / "run", model, changes, steps=1)
+    [step] = logged_steps(logs)
+    assert (step["rollout/turns"], step["rollout/rows_per_conversation"], step["rollout/left_out_rows"]) == (5, 3, 0)
+    assert step["rollout/rewritten_histories"] == 2 * step["rollout/ending/environment_done"]
+    assert step["train/gen_kl_error"] < 1e-4 and step["train/grad_norm"] > 0
+    if source == "synchronous":
+        report = replay_conversations(ReplayRequest(run=logs, step=1))
+        assert report.verdict is Verdict.PASS, list(report.lines())
+        assert report.facts["num_compared"] == 5 * step["rollout/ending/environment_done"]
 
 
 def test_a_loop_of_length_one_is_a_single_turn_to_the_last_bit(tmp_path, model):

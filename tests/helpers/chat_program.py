@@ -73,6 +73,20 @@ def use_tool() -> float:
     return float(chat.messages[-1]["content"])
 
 
+def branch() -> None:
+    """Go on in two ways behind one turn, and ask a sub-agent in between."""
+    trunk, other, agent = Chat(), Chat(), Chat()
+    trunk.ask()
+    other.messages = [*trunk.messages]
+    agent.messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "4"}]
+    trunk.say("higher")
+    other.say("lower")
+    for chat in (trunk, other, agent):
+        chat.ask()
+    trunk.say("again")
+    trunk.ask()
+
+
 def stubborn() -> None:
     """Repeat a request that is refused for ever."""
     chat = Chat()
@@ -102,6 +116,9 @@ def main() -> None:
         reward = rewrite()
     elif mode == "tool":
         reward = use_tool()
+    elif mode == "branch":
+        branch()
+        reward = float(row["seed"] % 2)
     elif mode in ("insist", "stubborn"):
         insist() if mode == "insist" else stubborn()
     elif mode == "short":
@@ -115,7 +132,8 @@ def main() -> None:
     if mode == "hang":
         time.sleep(1000)
     if mode != "no_reward":
-        print(json.dumps({"reward": reward, "components": {"seed": row["seed"]}}))
+        # Seeds of a run are larger than a part of a reward may be.
+        print(json.dumps({"reward": reward, "components": {"seed": row["seed"] % 2**20}}))
 
 
 if __name__ == "__main__":

@@ -187,7 +187,10 @@ def test_a_rewritten_history_begins_a_row_or_is_refused() -> None:
     with program("rewrite") as setting:
         [record] = setting.run()
     assert record.ending is Ending.ENV_ERROR and record.num_rewrites == 1 and not record.is_scored
-    assert len(record.turns) == 2 and "its last request was refused: messages: expected the messages of the conversation" in record.error
+    assert (
+        len(record.turns) == 2
+        and "its last request was refused: messages: expected the messages of the conversation" in record.error
+    )
 
 
 def test_limits_answer_with_a_cut_turn_and_are_the_ending() -> None:
@@ -204,7 +207,7 @@ def test_limits_answer_with_a_cut_turn_and_are_the_ending() -> None:
 
 @pytest.mark.slow
 def test_a_program_that_goes_on_behind_a_limit_is_ended_and_scored() -> None:
-    with program("insist", max_turns=2, timeout_s=4) as setting:
+    with program("insist", max_turns=2, timeout_s=4, limit_answer="empty_turn") as setting:
         began = time.monotonic()
         [record] = setting.run()
     assert (record.ending, record.reward, record.is_scored) == (Ending.TURN_LIMIT, 0.0, True)
