@@ -388,7 +388,13 @@ def _rewarding(
             f"{CALLED}: prompts: expected one column of answers, and texts or messages, in all sources, for a reward "
             f"in TRL's form or of several functions; got {sorted(columns)}"
         )
-    scorer = SessionReward(functions=named, by_name=not callable(reward), answer_key=rows.output_key, is_chat=is_chat)
+    scorer = SessionReward(
+        functions=named,
+        by_name=not callable(reward),
+        keeps_none=keys.get("env.on_none") == "leave_out",
+        answer_key=rows.output_key,
+        is_chat=is_chat,
+    )
     found["env.reward_batch_size"] = _rows_per_step(keys) if has_lists else 1
     return reward_code(scorer, functions), found
 

@@ -14,10 +14,13 @@ from typing import Protocol
 
 import torch
 
+from nemo_rl.experience.payload import SampleStats
+
 __all__ = [
     "AdvantageEstimator",
     "GroupStats",
     "UsesRows",
+    "counted_part",
     "group_indices",
     "group_statistics",
 ]
@@ -59,6 +62,10 @@ class GroupStats:
         """The same groups, statistics of other values `[N]`."""
         return _statistics(values.double(), self.row_group)
 
+    def of_some(self, values: torch.Tensor, counts_N: torch.Tensor) -> GroupStats:
+        """The same groups, statistics of values `[n]` of the n rows alone for which `counts_N` is True."""
+        return _statistics(values.double(), self.row_group[counts_N])
+
     def select(self, rows: Sequence[int]) -> GroupStats:
         """The groups of `rows`, each with the numbers of all its rows."""
         group_N = self.row_group[torch.as_tensor(rows, dtype=torch.int64)]
@@ -96,6 +103,16 @@ class AdvantageEstimator(Protocol):
 
 class UsesRows:
     """Base of advantage estimators that need more of the rows than rewards: components, lengths, truncation."""
+
+
+def counted_part(rows: SampleStats, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `[N]` float32, a component of the reward with 0 in place of NaN, and `[N]` bool: where it counts."""
+    part_N = torch.from_numpy(rows.components[name])
+    if not rows.leaves_none:
+        return part_N.nan_to_num(nan=0.0), torch.ones(len(part_N), dtype=torch.bool)
+    # A row without any component was not scored in time.
+    is_late_N = torch.stack([torch.from_numpy(part).isnan() for part in rows.components.values()]).all(dim=0)
+    return part_N.nan_to_num(nan=0.0), ~part_N.isnan() | is_late_N
 
 
 def group_indices(uids: Sequence[Hashable]) -> torch.Tensor:

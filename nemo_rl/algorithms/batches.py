@@ -404,7 +404,9 @@ def too_few_groups(number: int, num_groups: int, config: GRPOConfig, *, sampled:
 
 def is_informative(group: RolloutResult, config: GRPOConfig) -> bool:
     """Return whether the rewards of a group are not all equal, compared exactly."""
-    return bool(score_rows(group.sample_stats, group.group_uids, config, per_token=True).is_trained_group.all())
+    is_trained = score_rows(group.sample_stats, group.group_uids, config, per_token=True).is_trained_group
+    # Rows whose reward is None are in no group that is trained.
+    return bool(is_trained.any() if group.sample_stats.leaves_none else is_trained.all())
 
 
 @dataclass(slots=True)

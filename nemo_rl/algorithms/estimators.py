@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl.algorithms.advantage_estimator import GroupStats, UsesRows, group_statistics
+from nemo_rl.algorithms.advantage_estimator import GroupStats, UsesRows, counted_part, group_statistics
 from nemo_rl.algorithms.token_work import VARIANCE_EPSILON, TokenEstimator, TokenRows
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.errors import ConfigError
@@ -158,7 +158,8 @@ class GDPO(UsesRows):
     """`gdpo`: S_i = sum over components k of w_k A_ik, A_ik as `grpo` makes it of R_ik; A = (S - mean) / std over rows.
 
     So two components that would cancel in a sum of rewards keep their signals. Weights are
-    `grpo.adv_estimator.component_weights`, 1 where none is named. A row that was not scored counts 0 in all.
+    `grpo.adv_estimator.component_weights`, 1 where none is named. A row that was not scored counts 0 in all;
+    a component that is None has no part in A_ik of its group, and adds nothing to S_i (`env.on_none`).
     The standard deviation is unbiased; equal sums give 0.
     """
 
@@ -172,16 +173,16 @@ class GDPO(UsesRows):
         weights = self._weights(rows)
         sums_N = torch.zeros(len(rewards), dtype=torch.float64)
         for name, weight in weights.items():
-            part_N = torch.from_numpy(rows.components[name]).nan_to_num(nan=0.0)
-            sums_N += weight * self._advantages(part_N, stats).double()
+            part_N, counts_N = counted_part(rows, name)
+            sums_N[counts_N] += weight * self._advantages(part_N[counts_N], stats, counts_N).double()
         if bool((sums_N == sums_N[:1]).all()):
             return torch.zeros(len(rewards))
         return ((sums_N - sums_N.mean()) / sums_N.std()).float()
 
-    def _advantages(self, part: torch.Tensor, stats: GroupStats) -> torch.Tensor:
+    def _advantages(self, part: torch.Tensor, stats: GroupStats, counts_N: torch.Tensor) -> torch.Tensor:
         return estimate_advantages(
             part,
-            stats.of(part),
+            stats.of_some(part, counts_N),
             leave_one_out=self.config.use_leave_one_out_baseline,
             normalize=self.config.normalize_rewards,
             leave_one_out_std=self.config.use_leave_one_out_std,

@@ -20,6 +20,7 @@ from nemo_rl.algorithms.advantage_estimator import (
     AdvantageEstimator,
     GroupStats,
     UsesRows,
+    counted_part,
     group_indices,
     group_statistics,
 )
@@ -63,7 +64,7 @@ __all__ = [
 ]
 
 
-LEFT_OUT = "conversation was not scored (experience.conversation.endings, or env.judges)"
+LEFT_OUT = "conversation was not scored (experience.conversation.endings, env.judges or env.on_none)"
 VOID = "turn without text and without a call (experience.conversation.drop_void_turns)"
 EQUAL = "equal rewards in its group"
 CUT = "truncated response (grpo.overlong_filtering)"
@@ -308,10 +309,11 @@ def rows_of_zero_variance_groups(sample_stats: SampleStats, stats: GroupStats, c
     is_equal_N = stats.row_is_zero_variance
     if config.adv_estimator.name == "gdpo":
         weights = config.adv_estimator.component_weights
-        for name, part in sample_stats.components.items():
+        for name in sample_stats.components:
             if weights.get(name, 1.0) != 0:
-                part_N = torch.from_numpy(part).nan_to_num(nan=0.0)
-                is_equal_N = is_equal_N & stats.of(part_N).row_is_zero_variance
+                part_N, counts_N = counted_part(sample_stats, name)
+                own = stats.of_some(part_N[counts_N], counts_N)
+                is_equal_N = is_equal_N & ~torch.isin(stats.row_group, own.row_group[~own.row_is_zero_variance])
     return is_equal_N
 
 

@@ -128,6 +128,10 @@ class EnvConfig(Section):
     ended, and the responses of a batch are scored one by one, each with this limit."""
     on_timeout: Literal["zero", "error"] = "zero"
     """A response whose scoring takes too long: reward 0 and a counter, or stop the run."""
+    on_none: Literal["error", "leave_out"] = "error"
+    """A reward of yours that is None, as for a row that it does not concern, or a component of one: stop the run, or
+    leave it out, which is never a 0: a component out of the sum and of its own statistics, a row without any out of
+    all, counted."""
     num_workers: PositiveInt = 1
     """Scoring processes; `sort` needs none."""
     memory_mib: PositiveInt | None = None
@@ -179,6 +183,8 @@ class Ending(StrEnum):
     """The group was given up, or the run ended."""
     JUDGE_ERROR = "judge_error"
     """A judge gave no verdict on the response; `env.judges.NAME.on_failure` decides on the row."""
+    NO_REWARD = "no_reward"
+    """The reward is None, and `env.on_none` leaves the row out."""
 
 
 EndingPolicy = Literal["score", "leave_out", "retry"]

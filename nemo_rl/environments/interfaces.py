@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from nemo_rl.config.env import Ending
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.utils.metrics import Reduction
 
 __all__ = [
+    "NO_REWARD",
     "ChecksAnswers",
     "EnvReport",
     "Environment",
@@ -20,8 +22,18 @@ __all__ = [
     "IsProbed",
     "Response",
     "WaitsForOthers",
+    "ending_of",
     "waits_for_others",
 ]
+
+
+NO_REWARD = "the reward is None (env.on_none)"
+"""Reason in `EnvReport.unscored` of a row that the reward says nothing of."""
+
+
+def ending_of(unscored: str) -> Ending:
+    """Return the ending of a row that has no reward for this reason of `EnvReport.unscored`."""
+    return Ending.NO_REWARD if unscored == NO_REWARD else Ending.JUDGE_ERROR
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +104,7 @@ class WaitsForOthers(Protocol):
     @property
     def overlaps(self) -> bool:
         """Return whether it does: its `score` is then called from several threads, and goes on beside the sampling of
-        further groups; rows may be `unscored`."""
+        further groups; rows may be `unscored` for any reason."""
 
 
 def waits_for_others(environment: Environment) -> bool:

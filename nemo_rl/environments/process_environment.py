@@ -16,14 +16,14 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_rl.config.env import EnvConfig
 from nemo_rl.config.parts import ENVIRONMENTS, JUDGE, PROGRAM
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.data.reasoning_gym_wrapper import has_reasoning_gym
-from nemo_rl.environments.interfaces import Environment, EnvReport, HasSource, Response
+from nemo_rl.environments.interfaces import NO_REWARD, Environment, EnvReport, HasSource, Response
 from nemo_rl.environments.rewards import answer_problem, exact_match, has_math_verify
 from nemo_rl.environments.scorer_pool import Score, ScoreOutcome, ScorerItem, ScorerPool, ScorerSpec
 from nemo_rl.errors import ConfigError, RewardError, name_some
@@ -32,6 +32,7 @@ from nemo_rl.utils.exits import machine_problem
 
 __all__ = [
     "EnvironmentStart",
+    "PartialEnvironment",
     "ProcessEnvironment",
     "RewardLog",
     "SortEnvironment",
@@ -266,6 +267,40 @@ def _part(score: Score, name: str) -> float:
     return score.get(name, math.nan) if isinstance(score, dict) else math.nan
 
 
+class PartialEnvironment(ProcessEnvironment):
+    """An environment whose function may return None, or components of which some are None (`env.on_none`): NaN here."""
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> EnvReport:
+        report = super().score(prompts, responses)
+        is_none = [math.isnan(reward) for reward in report.rewards]
+        return replace(
+            report,
+            rewards=tuple(0.0 if none else reward for none, reward in zip(is_none, report.rewards, strict=True)),
+            unscored=tuple(NO_REWARD if none else "" for none in is_none),
+        )
+
+    def _components(
+        self, items: Sequence[ScorerItem], outcomes: Sequence[ScoreOutcome]
+    ) -> dict[str, tuple[float, ...]]:
+        rows = [row for row, outcome in enumerate(outcomes) if not _is_none(outcome.score)]
+        found = super()._components([items[row] for row in rows], [outcomes[row] for row in rows])
+        places = {row: place for place, row in enumerate(rows)}
+        return {
+            name: tuple(part[places[row]] if row in places else math.nan for row in range(len(items)))
+            for name, part in found.items()
+        }
+
+    def _reward(self, outcome: ScoreOutcome) -> float:
+        if _is_none(outcome.score) or not isinstance(outcome.score, dict):
+            return math.nan if _is_none(outcome.score) else super()._reward(outcome)
+        given = {name: part for name, part in outcome.score.items() if not math.isnan(part)}
+        return super()._reward(replace(outcome, score=given)) if given else math.nan
+
+
+def _is_none(score: Score) -> bool:
+    return isinstance(score, float) and math.isnan(score)
+
+
 class SortEnvironment:
     """Scores in this process: a comparison of two short texts."""
 
@@ -344,14 +379,20 @@ def math_environment(cfg: EnvConfig, start: EnvironmentStart) -> Environment:
 def custom_environment(cfg: EnvConfig, start: EnvironmentStart) -> Environment:
     if cfg.reward_function is None:
         raise ConfigError(f"env.reward_function: must be set to module:function when env.name is {cfg.name!r}")
-    spec = ScorerSpec(target=cfg.reward_function, in_batches=cfg.reward_batch_size is not None, code=cfg.code)
+    spec = ScorerSpec(
+        target=cfg.reward_function,
+        in_batches=cfg.reward_batch_size is not None,
+        keeps_none=cfg.on_none == "leave_out",
+        code=cfg.code,
+    )
     return _scored_in_processes(cfg, start, spec, lambda prompt: prompt.answer)
 
 
 def _scored_in_processes(
     cfg: EnvConfig, start: EnvironmentStart, spec: ScorerSpec, answer_of: Callable[[Prompt], object]
 ) -> Environment:
-    return ProcessEnvironment(cfg, spec, start_timeout_s=start.timeout_s, answer_of=answer_of, log_file=start.log_file)
+    environment = PartialEnvironment if spec.keeps_none else ProcessEnvironment
+    return environment(cfg, spec, start_timeout_s=start.timeout_s, answer_of=answer_of, log_file=start.log_file)
 
 
 def _need_extra(name: str, *, is_installed: bool) -> None:

@@ -7,6 +7,7 @@ a process prints is read while its reply is waited for, so that it never blocks 
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -58,6 +59,8 @@ class ScorerSpec:
     """True: the function takes nothing and returns the one that scores."""
     in_batches: bool = False
     """True: the function gets lists, and returns one score for each of their items."""
+    keeps_none: bool = False
+    """True: a score, or a part of one, may be None, and is NaN then."""
     code: RewardCode | None = None
     """The function itself, where it is one of a Python session; `target` only names it then."""
 
@@ -186,7 +189,7 @@ class ScorerPool:
             return [ScoreOutcome(error=f"ended its process: {error}")] * len(items)
         if "error" in reply:
             return [ScoreOutcome(error=_cause(reply))] * len(items)
-        outcomes = _outcomes(reply["scores"], len(items))
+        outcomes = _outcomes(reply["scores"], len(items), keeps_none=self._spec.keeps_none)
         if outcomes is None:
             self._drop(process)
             cause = f"sent {shown(reply['scores'])}, expected {len(items)} finite scores"
@@ -242,14 +245,21 @@ def _cause(reply: Mapping[str, object]) -> str:
     return f"raised {reply['error']}{reply.get('places') or ''}" if "kind" in reply else str(reply["error"])
 
 
-def _outcomes(scores: Sequence[object], count: int) -> list[ScoreOutcome] | None:
+def _outcomes(scores: Sequence[object], count: int, *, keeps_none: bool) -> list[ScoreOutcome] | None:
     """Return the outcomes of a call; None where user code has changed what its process says."""
+    number = _number_or_nan if keeps_none else finite
     try:
-        found = [plain_parts(score) if isinstance(score, dict) else finite(score) for score in scores]
+        found = [
+            plain_parts(score, keeps_none=keeps_none) if isinstance(score, dict) else number(score) for score in scores
+        ]
     except MalformedReply:
         return None
     outcomes = [ScoreOutcome(score=score) for score in found if score is not None]
     return outcomes if len(outcomes) == len(found) == count else None
+
+
+def _number_or_nan(score: object) -> float | None:
+    return math.nan if score is None else finite(score)
 
 
 class ScorerProcess(UserProcess):
@@ -287,6 +297,7 @@ class ScorerProcess(UserProcess):
             "target": spec.target,
             "is_factory": spec.is_factory,
             "in_batches": spec.in_batches,
+            "keeps_none": spec.keeps_none,
         }
         if spec.code is not None:
             request["paths"] = [*import_paths(), *spec.code.paths]

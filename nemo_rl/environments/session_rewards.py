@@ -8,20 +8,23 @@ The scoring process: loads one reward function and answers requests until it is 
 Started by `ScorerProcess`; standard library only, so that it starts at once. It is two processes: the guard of
 `isolation` and the scorer itself. One JSON object per line over an inherited socket:
 
-    {"id", "paths", "target", "is_factory", "in_batches"}   -> {"id", "ready", "wants", "columns", "source",
+    {"id", "paths", "target", "is_factory", "in_batches",
+     "keeps_none"}                                          -> {"id", "ready", "wants", "columns", "source",
                                                                 "checks_answers", "is_async"} or {"id", "failed"}
     the same with "pickled", "source": the function itself, which the program that started this process has pickled
     {"id", "arguments"}                                      -> {"id", "scores"} or {"id", "error"}
     {"id", "answers"}                                        -> {"id", "problems"} or {"id", "error"}
 
 A reply repeats the id of its request, which cannot be guessed, so what a reward function writes there by accident is
-told apart. `arguments` holds one list per parameter, a value per row; a score is a number or an object of numbers.
+told apart. `arguments` holds one list per parameter, a value per row; a score is a number or an object of numbers, with
+`keeps_none` also null or an object with nulls.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import os
 import re
 import sys
@@ -70,7 +73,8 @@ class _RewardFunction:
             problems = map(self._check, request["answers"])
             return {"problems": [None if problem is None else cut(str(problem)) for problem in problems]}
         try:
-            return {"scores": self._score(self._function, request["arguments"])}
+            values = self._score(self._function, request["arguments"])
+            return {"scores": [_number_or_parts(value, keeps_none=self._keeps_none) for value in values]}
         except _BadScore as error:
             return {"error": cut(str(error)) + _place_of(self._function)}
 
@@ -86,6 +90,7 @@ class _RewardFunction:
             function = function()
         if not callable(function):
             raise TypeError(f"expected a function, got {type(function).__name__}")
+        self._keeps_none = bool(request["keeps_none"])
         self._function, self._score = function, _score_batch if request["in_batches"] else _score_one
         self._check = inspect.getattr_static(function, _ANSWER_CHECK, None) and getattr(function, _ANSWER_CHECK)
         wants, columns = wanted(function)
@@ -119,7 +124,7 @@ def _score_one(function: Callable[..., Any], arguments: dict[str, list[Any]]) ->
     first = [arguments.pop(name) for name in _POSITIONAL]
     named = [{name: values[place] for name, values in arguments.items()} for place in range(len(first[0]))]
     calls = [function(*row, **others) for row, others in zip(zip(*first, strict=True), named, strict=True)]
-    return [_number_or_parts(value) for value in _results(function, calls)]
+    return _results(function, calls)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -148,11 +153,10 @@ def _score_batch(function: Callable[..., Any], arguments: dict[str, list[Any]]) 
         values = list(islice(given, count + 1))
     except TypeError as error:
         raise _BadScore(f"returned {shown(given)}, expected one score per response: {error}") from error
-    scores = [_number_or_parts(value) for value in values]
-    if len(scores) != count:
-        found = len(scores) if len(scores) < count else "more"
+    if len(values) != count:
+        found = len(values) if len(values) < count else "more"
         raise _BadScore(f"returned {found} scores, expected {count}, one per response")
-    return scores
+    return values
 
 
 def _place_of(function: Callable[..., Any]) -> str:
@@ -167,10 +171,14 @@ class _BadScore(Exception):
     """The value that a function returned is no score."""
 
 
-def _number_or_parts(value: object) -> object:
+def _number_or_parts(value: object, *, keeps_none: bool) -> object:
+    """Return a score as JSON has it; None stays what it is with `keeps_none`."""
+    if value is None and keeps_none:
+        return None
     if isinstance(value, Mapping):
         try:
-            return plain_parts(value)
+            parts = plain_parts(value, keeps_none=keeps_none)
+            return {name: None if math.isnan(part) else part for name, part in parts.items()}
         except MalformedReply as error:
             raise _BadScore(f"returned {error}") from error
     number = finite(value)
@@ -236,6 +244,8 @@ class SessionReward:
     """True: the scores of each response are parts of its reward, by the functions' names."""
     answer_key: str
     """Column of the gold answer, which functions of TRL's form take by this name."""
+    keeps_none: bool = False
+    """True: None stays, which says that a function does not concern the row; else it counts 0 beside other parts."""
     is_chat: bool
     """True where prompts are lists of messages: completions are then, too, as TRL gives them."""
 
@@ -268,8 +278,9 @@ class SessionReward:
         if not self.by_name:
             return next(iter(scores.values()))
         # None of TRL's form says that the function does not concern the row.
+        none = None if self.keeps_none else 0.0
         parts = zip(*scores.values(), strict=True)
-        return [dict(zip(scores, [0.0 if part is None else part for part in each], strict=True)) for each in parts]
+        return [dict(zip(scores, [none if part is None else part for part in each], strict=True)) for each in parts]
 
     def _of_lists(
         self,

@@ -119,15 +119,15 @@ def finite(value: Any) -> float | None:
     return number if abs(number) <= NUMBER_LIMIT else None
 
 
-def plain_parts(parts: Mapping[Any, Any]) -> dict[str, float]:
-    """Return the parts of a reward by name.
+def plain_parts(parts: Mapping[Any, Any], *, keeps_none: bool = False) -> dict[str, float]:
+    """Return the parts of a reward by name; one that is None is NaN with `keeps_none`.
 
     Raises:
         MalformedReply: one is no finite number, a name is none, or there are too many.
     """
     found: dict[str, float] = {}
     for key, part in islice(parts.items(), _PARTS_LIMIT + 1):
-        name, number = sound_text(str(key)), finite(part)
+        name, number = sound_text(str(key)), math.nan if part is None and keeps_none else finite(part)
         if number is None:
             raise MalformedReply(f"components {shown(name)}: expected a finite number, got {shown(part)}")
         if not 0 < len(name) <= _NAME_LIMIT or not name.isprintable():

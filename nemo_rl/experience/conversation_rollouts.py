@@ -21,7 +21,7 @@ import numpy as np
 from nemo_rl.config.env import ConversationConfig, Ending
 from nemo_rl.data.datasets import Prompt
 from nemo_rl.environments.conversation import ToolResult
-from nemo_rl.environments.interfaces import Environment, Response
+from nemo_rl.environments.interfaces import Environment, Response, ending_of
 from nemo_rl.environments.process_environment import RewardLog
 from nemo_rl.errors import WorkerError, name_some
 from nemo_rl.experience.conversation_attempt import ConversationRecord, TurnRecord
@@ -214,7 +214,7 @@ class ConversationRollouts:
             for at, (place, reward) in enumerate(zip(asked, report.rewards, strict=True)):
                 records[place] = records[place].with_outcome(reward)
                 if report.unscored and (why := report.unscored[at]):
-                    records[place] = replace(records[place], ending=Ending.JUDGE_ERROR, error=why, is_scored=False)
+                    records[place] = replace(records[place], ending=ending_of(why), error=why, is_scored=False)
             for name, values in report.components.items():
                 parts[name] = [math.nan] * len(records)
                 for place, value in zip(asked, values, strict=True):

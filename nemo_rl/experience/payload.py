@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from nemo_rl.data_plane.keys import group_uid
 from nemo_rl.data_plane.schema import FieldSpec, extra_field
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_pass import WorkerPass
+from nemo_rl.environments.interfaces import ending_of
 from nemo_rl.errors import ConfigError, WorkerError
 from nemo_rl.experience.conversation_attempt import ConversationRecord
 from nemo_rl.experience.conversation_log import CONVERSATION, ConversationLog, logs_of_column, turn_lines
@@ -151,6 +152,8 @@ class SampleStats:
     """`[N]` float32 each: parts of the reward by name, before their weights; NaN for a row that was not scored."""
     conversations: ConversationStats | None = None
     """Facts about conversations; None where every row is one response to one prompt."""
+    leaves_none: bool = False
+    """True: a component that is NaN beside others was None (`env.on_none`), and has no part in its statistics."""
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -158,7 +161,8 @@ class SampleStats:
     def select(self, rows: Sequence[int]) -> SampleStats:
         """The same columns at `rows`, in that order."""
         index = np.asarray(rows, dtype=np.int64)
-        return SampleStats(
+        return replace(
+            self,
             rewards=self.rewards[index],
             truncated=self.truncated[index],
             response_lengths=self.response_lengths[index],
@@ -170,7 +174,8 @@ class SampleStats:
         """Rows of this one, then those of the others, also of other steps; a component that some lack is NaN there."""
         parts = (self, *others)
         names = dict.fromkeys(name for part in parts for name in part.components)
-        return SampleStats(
+        return replace(
+            self,
             rewards=np.concatenate([part.rewards for part in parts]),
             truncated=np.concatenate([part.truncated for part in parts]),
             response_lengths=np.concatenate([part.response_lengths for part in parts]),
@@ -188,6 +193,7 @@ class SampleStats:
             "response_lengths": self.response_lengths.tolist(),
             "components": {name: part.tolist() for name, part in self.components.items()},
             "conversations": None if self.conversations is None else self.conversations.to_json(),
+            **({"leaves_none": True} if self.leaves_none else {}),
         }
 
     @classmethod
@@ -204,6 +210,7 @@ class SampleStats:
             response_lengths=np.asarray(record["response_lengths"], dtype=np.int32),
             components={name: np.asarray(part, dtype=np.float32) for name, part in record["components"].items()},
             conversations=None if conversations is None else ConversationStats.from_json(conversations),
+            leaves_none=bool(record.get("leaves_none")),
         )
 
     @property
@@ -217,21 +224,17 @@ class SampleStats:
 
 
 def single_turns(unscored: Sequence[str], truncated: np.ndarray, *, group_size: int) -> ConversationStats:
-    """Return the columns of responses to one prompt each, some of which have no reward.
-
-    Rows of a group with fewer than two rewards are not scored: nothing can be compared there.
+    """Return the columns of responses to one prompt each, some of which have no reward. Rows of a group with fewer than
+    two rewards are not scored: nothing can be compared there.
 
     Args:
         unscored: the reason of each row without a reward; empty texts for the others. Empty: all have one.
     """
-    count = len(truncated)
-    is_scored = (
-        np.asarray([not why for why in unscored], dtype=np.bool_) if unscored else np.ones(count, dtype=np.bool_)
-    )
-    groups = is_scored.reshape(-1, group_size)
-    counts = is_scored & np.repeat(groups.sum(1) >= min(2, group_size), group_size)
+    count, reasons = len(truncated), unscored or [""] * len(truncated)
+    is_scored = np.asarray([not why for why in reasons], dtype=np.bool_)
+    counts = is_scored & np.repeat(is_scored.reshape(-1, group_size).sum(1) >= min(2, group_size), group_size)
     endings = [Ending.TOKEN_LIMIT if cut else Ending.ANSWERED for cut in truncated]
-    found = [ending if scored else Ending.JUDGE_ERROR for ending, scored in zip(endings, is_scored, strict=True)]
+    found = [ending_of(why) if why else ending for why, ending in zip(reasons, endings, strict=True)]
     return ConversationStats(
         sample=np.tile(np.arange(group_size, dtype=np.int32), count // group_size),
         is_scored=counts,
@@ -246,9 +249,10 @@ def left_out_metrics(stats: SampleStats) -> dict[str, Reduction]:
     about = stats.conversations
     if about is None:
         return {}
-    num_failed = sum(about.ending_of(row) is Ending.JUDGE_ERROR for row in range(len(stats)))
     found: dict[str, Reduction] = {"left_out_rows": Sum(float((~about.is_scored).sum()))}
-    return found | ({f"ending/{Ending.JUDGE_ERROR.value}": Sum(float(num_failed))} if num_failed else {})
+    endings = [about.ending_of(row) for row in range(len(stats))]
+    unscored = [each for each in (Ending.JUDGE_ERROR, Ending.NO_REWARD) if each in endings]
+    return found | {f"ending/{each.value}": Sum(float(endings.count(each))) for each in unscored}
 
 
 def build_columns(

@@ -37,6 +37,7 @@ from nemo_rl.distributed.abort import RootCause
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_groups import WorkerFleet
 from nemo_rl.environments.answers import AnswerCheck, drop_unreadable
+from nemo_rl.environments.interfaces import NO_REWARD
 from nemo_rl.errors import DataPlaneClosed, RewardError, WorkerError
 from nemo_rl.experience import routes
 from nemo_rl.experience.conversation_log import (
@@ -149,9 +150,12 @@ class RolloutWorker:
             tokenizer=self._tokenizer,
             sets={name: self._sets[spec.data.held_out_key(name)] for name in spec.data.held_out},
         )
+        self._leaves_none = any(env.on_none == "leave_out" for env in spec.envs.values())
         self._beside: ThreadPoolExecutor | None = None
         if self._scorer is not None and self._scorer.overlaps:
             self._beside = ThreadPoolExecutor(GROUPS_BESIDE, thread_name_prefix="scoring")
+        self._may_lack = self._beside is not None or self._leaves_none
+        """True where rows may have no reward."""
         self._client: DataPlaneClient | None = None
         self._routes = RouteWriter(spec.policy.router_replay)
         self._durable: DurableGroups | None = None
@@ -389,7 +393,8 @@ class RolloutWorker:
             partition_id=partition_id,
             is_first=is_first,
         )
-        stats, versions = scored.stats(), [held for row in rows for _, held in row.version_spans]
+        stats = replace(scored.stats(), leaves_none=self._leaves_none)
+        versions = [held for row in rows for _, held in row.version_spans]
         if not versions and version is None:
             raise WorkerError(
                 f"no conversation of the group has a turn: {scored.records[0].error or scored.records[0].ending}",
@@ -456,7 +461,7 @@ class RolloutWorker:
             replace(written.select(range(first, first + size)), metrics=metrics)
             for first, metrics in zip(range(0, len(keys), size), group_metrics(output, size), strict=True)
         ]
-        results = self._with_unscored(results, report, size) if self._beside or any(report.unscored) else results
+        results = self._with_unscored(results, report, size) if self._may_lack or any(report.unscored) else results
         # What was measured of all these groups together goes with the first one.
         shared = {**results[0].metrics, **report.metrics, **shared}
         results[0] = replace(results[0], metrics=shared, printed=report.printed)
@@ -468,12 +473,13 @@ class RolloutWorker:
 
     def _with_unscored(self, groups: Sequence[RolloutResult], report: EnvReport, size: int) -> list[RolloutResult]:
         """Return groups with what is known of their rows without a reward."""
-        if self._beside is None:
-            raise RewardError(f"{UNSCORED_ROWS}, got {next(filter(None, report.unscored))!r}")
+        others = [why for why in report.unscored if why and not (self._leaves_none and why == NO_REWARD)]
+        if self._beside is None and others:
+            raise RewardError(f"{UNSCORED_ROWS}, got {others[0]!r}")
         found = []
         for first, group in zip(range(0, size * len(groups), size), groups, strict=True):
             rows = single_turns(report.unscored[first : first + size], group.sample_stats.truncated, group_size=size)
-            stats = replace(group.sample_stats, conversations=rows)
+            stats = replace(group.sample_stats, conversations=rows, leaves_none=self._leaves_none)
             metrics = {**group.metrics, **left_out_metrics(stats)}
             found.append(replace(group, sample_stats=stats, metrics=metrics))
         return found

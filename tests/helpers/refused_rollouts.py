@@ -183,6 +183,7 @@ REFUSED_CONVERSATIONS: Refused = {
         (("env.timeout_s=3",), "env.timeout_s: 3.0 would be ignored"),
         (("env.score_threshold=1",), "env.score_threshold: 1.0 would be ignored"),
         (("+env.reward_weights.a=1",), "env.reward_weights: would be ignored"),
+        (("env.on_none=leave_out",), "env.on_none: 'leave_out' would be ignored"),
         (("env.reward_batch_size=8",), "env.reward_batch_size: 8 would be ignored"),
         (("env.preflight_reward=false",), "env.preflight_reward: False would be ignored"),
         (("env.name=a:B", "env.score_threshold=0.5"), "env.score_threshold: 0.5 would be ignored"),

@@ -125,6 +125,16 @@ def odd_share(prompt: str, response: str, answer: object) -> float:
     return sum(ord(character) % 2 for character in response) / max(len(response), 1)
 
 
+def odd_share_or_none(prompt: str, response: str, answer: object) -> float | None:
+    """None for a third of the responses."""
+    return None if sum(map(ord, response)) % 3 == 0 else odd_share(prompt, response, answer)
+
+
+def parts_or_none(prompt: str, response: str, answer: object) -> dict[str, float | None] | None:
+    """Return the components of `answer`, which may be None as they may be; None for another answer."""
+    return {str(name): part for name, part in answer.items()} if isinstance(answer, dict) else None
+
+
 def judged(prompt: str, response: str, answer: object, *, response_tokens: int) -> dict[str, float]:
     """Print a line, and return components."""
     print(f"judging {response_tokens} tokens")

@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 
-SCALARS = ("rewards", "truncated", "response_lengths", "components", "conversations")
+SCALARS = ("rewards", "truncated", "response_lengths", "components", "conversations", "leaves_none")
 """Columns of rows that are those of `SampleStats.to_json`."""
 
 
@@ -114,6 +114,8 @@ class SnapshotRows:
     components: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     conversations: Mapping[str, tuple[bool | int | str, ...]] | None = None
     """The columns of `ConversationStats`; None where every row is one response to one prompt."""
+    leaves_none: bool = False
+    """As in `SampleStats`."""
 
     @classmethod
     def of(cls, meta: KVBatchMeta, sample_stats: SampleStats) -> SnapshotRows:

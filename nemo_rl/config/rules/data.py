@@ -277,7 +277,7 @@ def _scorer_lines(env: EnvConfig, path: str) -> Iterator[str]:
     if not ENVIRONMENTS.is_builtin(env.name):
         # What a user-defined environment reads of its section is not known here; a threshold is what ours apply.
         because = f"{switch} is {env.name!r}"
-        names = ["score_threshold", "judges", "gates"]
+        names = ["score_threshold", "judges", "gates", "on_none"]
         yield from would_be_ignored(env, path, names, switch=switch, because=because)
         return
     has_function = env.name in ("custom", JUDGE) or (env.name == PROGRAM and env.reward_function is not None)
@@ -286,7 +286,7 @@ def _scorer_lines(env: EnvConfig, path: str) -> Iterator[str]:
     if env.name != "reasoning_gym" and not has_function:
         ignored.append("score_threshold")
     if not has_function:
-        ignored += ["reward_weights", "reward_batch_size", "preflight_reward"]
+        ignored += ["reward_weights", "reward_batch_size", "preflight_reward", "on_none"]
     if has_turns and not has_function:
         # What is late there ends a conversation as env_error.
         ignored.append("on_timeout")
@@ -301,6 +301,21 @@ def _scorer_lines(env: EnvConfig, path: str) -> Iterator[str]:
     if not has_turns or env.name == PROGRAM:
         ignored.append("network")
     yield from would_be_ignored(env, path, ignored, switch=switch, because=f"{switch} is {env.name!r}")
+
+
+def rule_none_is_told_apart_from_other_rows(config: MasterConfig) -> Iterator[str]:
+    for path, env in config.envs.items():
+        if env.on_none == "leave_out" and env.name == JUDGE:
+            yield (
+                f"{path}.on_none: leave_out is of functions alone, and {path}.name 'judge' has judges, which say by "
+                "on_failure what becomes of a row; set it to error"
+            )
+        gated = next((other for other, each in config.envs.items() if each.gates), None)
+        if env.on_none == "leave_out" and gated is not None and config.grpo.adv_estimator.name == "gdpo":
+            yield (
+                f"{path}.on_none: leave_out with grpo.adv_estimator.name 'gdpo' leaves a missing component out, and "
+                f"behind {gated}.gates a missing one counts 0; set it to error, or leave the gates out"
+            )
 
 
 def rule_accuracy_needs_binary_rewards(config: MasterConfig) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -196,3 +197,28 @@ def test_shaped_rewards_make_the_advantages_and_scored_ones_choose_the_groups() 
     assert scored.sample_mask.tolist() == [0.0, 0.0, 1.0, 1.0], "equal as they were scored: nothing to learn"
     assert scored.advantages.tolist() == [-0.5, 0.5, 0.5, -0.5]
     assert scored.stats.mean.tolist() == [1.0, 0.5], "statistics are those of what was scored"
+
+
+def test_a_component_that_is_none_has_no_part_in_its_group_and_adds_nothing() -> None:
+    nan, plain = math.nan, {"normalize_rewards": False, "use_leave_one_out_baseline": False}
+    parts = {"correct": [1.0, 0.0, 1.0, 0.0], "format": [nan, 1.0, 0.0, nan]}
+    rows = rows_of([0.0] * 4, lengths=[1] * 4, parts=parts)
+    found = advantages("gdpo", replace(rows, leaves_none=True), ["u"] * 4, **plain)
+    sums = [0.5, -0.5 + 0.5, 0.5 - 0.5, -0.5]
+    assert found == pytest.approx([each / statistics.stdev(sums) for each in sums])
+    assert found != pytest.approx(advantages("gdpo", rows, ["u"] * 4, **plain)), "else it counts 0"
+    late = replace(rows_of([0.0] * 4, lengths=[1] * 4, parts={"a": [nan, 1.0, 1.0, 1.0], "b": [nan, 2.0, 2.0, 2.0]}))
+    assert advantages("gdpo", replace(late, leaves_none=True), ["u"] * 4) == advantages("gdpo", late, ["u"] * 4)
+
+
+def test_a_group_whose_given_components_are_equal_teaches_nothing() -> None:
+    nan, config = math.nan, GRPOConfig.model_validate({"adv_estimator": {"name": "gdpo"}})
+    parts = {"correct": [1.0] * 4 + [1.0, 1.0], "format": [nan, 1.0, 1.0, nan, nan, 1.0]}
+    rows = rows_of([1.0] * 6, lengths=[1] * 6, parts=parts)
+    uids = ["u"] * 4 + ["v"] * 2
+    config = config.model_copy(update={"drop_zero_advantage_groups": True})
+    assert score_rows(rows, uids, config).is_trained_group.tolist() == [True] * 6
+    left = replace(rows, leaves_none=True)
+    assert score_rows(left, uids, config).is_trained_group.tolist() == [False] * 6
+    differs = replace(left, components={**left.components, "correct": np.asarray([1, 0, 1, 1, 1, 1], dtype=np.float32)})
+    assert score_rows(differs, uids, config).is_trained_group.tolist() == [True] * 4 + [False] * 2

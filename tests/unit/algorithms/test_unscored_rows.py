@@ -11,6 +11,7 @@ import torch
 from nemo_rl.algorithms.grpo import LEFT_OUT, score_rows
 from nemo_rl.config.env import Ending
 from nemo_rl.config.grpo import GRPOConfig
+from nemo_rl.environments.interfaces import NO_REWARD
 from nemo_rl.experience.payload import SampleStats, left_out_metrics, single_turns
 
 UIDS = ["a"] * 4 + ["b"] * 4
@@ -61,3 +62,17 @@ def test_a_group_with_one_reward_trains_nothing() -> None:
 def test_no_reward_at_all_leaves_a_step_without_an_update() -> None:
     found = score_rows(_stats(("x",) * 8), UIDS, GRPOConfig())
     assert not found.sample_mask.any() and found.why_no_update() == f"no row has a weight: {LEFT_OUT}"
+
+
+def test_a_row_whose_reward_is_none_is_counted_apart_from_failures() -> None:
+    stats = replace(_stats(("", NO_REWARD, "500", "") + (NO_REWARD,) * 4), leaves_none=True)
+    metrics = left_out_metrics(stats)
+    assert metrics["left_out_rows"].value == 6
+    assert (metrics["ending/judge_error"].value, metrics["ending/no_reward"].value) == (1, 5)
+    found = score_rows(stats, UIDS, GRPOConfig())
+    assert found.sample_mask.tolist() == [1.0, 0.0, 0.0, 1.0] + [0.0] * 4
+    kept = stats.select([0, 3])
+    alone = score_rows(replace(kept, conversations=None), ["a", "a"], GRPOConfig())
+    assert torch.equal(found.advantages[[0, 3]], alone.advantages), "as if the others had not been sampled"
+    again = SampleStats.from_json(stats.to_json())
+    assert again.leaves_none and kept.leaves_none and again.concat(kept).leaves_none

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_rl.config.env import EnvConfig
 from nemo_rl.data.datasets import Prompt
-from nemo_rl.environments.interfaces import ChecksAnswers, Environment, EnvReport, Response
+from nemo_rl.environments.interfaces import NO_REWARD, ChecksAnswers, Environment, EnvReport, Response
 from nemo_rl.environments.process_environment import reward_identity
 from nemo_rl.errors import RewardError
 from tests.unit.environments.test_process_environment import answered, custom, environment
@@ -45,6 +45,29 @@ def test_a_response_that_was_not_scored_has_no_components() -> None:
         assert report.rewards == (0.2, 0.0) and report.num_timeouts == 1
         assert report.components["a"][0] == 0.2 and math.isnan(report.components["a"][1])
         assert score(env, ["hang"], [["a"]]).components == {}
+
+
+def test_a_component_that_is_none_is_left_out_and_a_row_of_none_is_unscored() -> None:
+    weights = {"a": 2.0, "b": 1.0}
+    answers = [{"a": 1.0, "b": None}, {"a": 1.0, "b": 3.0}, {"a": None, "b": None}, None]
+    with environment(**custom("parts_or_none", reward_weights=weights, on_none="leave_out")) as env:
+        report = score(env, ["x"] * 4, answers)
+    assert report.rewards == (2.0, 5.0, 0.0, 0.0)
+    assert report.unscored == ("", "", NO_REWARD, NO_REWARD)
+    assert [math.isnan(part) for part in report.components["b"]] == [True, False, True, True]
+    assert report.components["a"][:2] == (1.0, 1.0)
+    with environment(**custom("parts_or_none", on_none="leave_out", score_threshold=0.5)) as env:
+        assert score(env, ["x"] * 2, [None, {"a": 1.0}]).rewards == (0.0, 1.0)
+        assert score(env, ["x"], [None]).components == {}
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [(None, "returned None, expected a finite number"), ({"a": None}, "expected a finite number, got None")],
+)
+def test_without_the_key_none_is_no_reward(answer: object, message: str) -> None:
+    with environment(**custom("parts_or_none")) as env, pytest.raises(RewardError, match=message):
+        score(env, ["x"], [answer])
 
 
 @pytest.mark.parametrize(
