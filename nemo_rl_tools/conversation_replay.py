@@ -171,6 +171,12 @@ def _check_parts(request: ReplayRequest, settings: ReplaySettings) -> None:
             f"{config.policy.generation.backend!r}, whose sampling the embedded engine does not repeat",
             verdict=Verdict.UNSUPPORTED,
         )
+    if own := [where for where, section in config.data.sections.items() if section.tools is not None]:
+        raise ReplayProblem(
+            f"--conversations: {own[0]}.tools chooses among the tools of env.tools.use, and what is kept of a run does "
+            "not say which prompt had which",
+            verdict=Verdict.UNSUPPORTED,
+        )
     format_of_calls = config.env.tools.format
     if config.env.tools.use and not CALL_FORMATS.is_builtin(format_of_calls) and not request.allows_code:
         raise ReplayProblem(

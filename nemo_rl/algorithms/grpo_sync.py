@@ -267,7 +267,13 @@ class GRPOTrainer:
     def open_run(self) -> None:
         """Declares the partition, resumes if asked, brings the engines to the current weights, validates."""
         parts, config = self._parts, self._config
-        declare_partition(parts.client, parts.columns, config.grpo, rows_per_conversation=config.rows_per_conversation)
+        declare_partition(
+            parts.client,
+            parts.columns,
+            config.grpo,
+            rows_per_conversation=config.rows_per_conversation,
+            smallest_group=config.smallest_group,
+        )
         if parts.resume_from is not None:
             self._resume(parts.resume_from)
         self._refit()

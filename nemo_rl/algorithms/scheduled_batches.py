@@ -25,7 +25,7 @@ from nemo_rl.algorithms.async_selection import Frontier
 from nemo_rl.algorithms.batches import BatchSource, RolloutParts, group_request, step_of_groups
 from nemo_rl.algorithms.stages.columns import PARTITION
 from nemo_rl.algorithms.stages.stage import StepState
-from nemo_rl.config.data import DataConfig
+from nemo_rl.config.data import SAMPLING_OF_SOURCE, DataConfig
 from nemo_rl.config.data_plane import DurableConfig
 from nemo_rl.config.grpo import GRPOConfig
 from nemo_rl.config.policy import PolicyConfig
@@ -300,12 +300,22 @@ def with_durable_groups(
             "longest": policy.max_total_sequence_length,
             "routes": policy.router_replay.model_dump(),
             "columns": {name: column.model_dump() for name, column in data.extra_columns.items()},
+            **own_sampling(data),
         }
     )
     folder = durable.path.absolute()
     check_segments(folder, identity)
     rollout.open_durable(durable.model_copy(update={"path": folder}), identity)
     return DurableBatches(source, rollout, saves=saves)
+
+
+def own_sampling(data: DataConfig) -> dict[str, object]:
+    """Return how the sources are sampled that say so themselves, by name; an empty mapping where none does."""
+    asked = {
+        name: source.model_dump(include=set(SAMPLING_OF_SOURCE), exclude_none=True)
+        for name, source in data.train.named.items()
+    }
+    return {"sources": asked} if any(asked.values()) else {}
 
 
 class DurableBatches(BatchSource):

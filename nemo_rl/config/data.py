@@ -15,6 +15,7 @@ from nemo_rl.config.parts import CURRICULUM_RULES, DATASETS
 __all__ = [
     "DATASETS_WITH_IMAGES",
     "MAIN_SET",
+    "SAMPLING_OF_SOURCE",
     "SHARED_KEYS",
     "AgainConfig",
     "CurriculumConfig",
@@ -83,6 +84,8 @@ class DatasetConfig(Section):
     apply_chat_template: bool = True
     """Give prompts through the tokenizer's chat template, where it has one; false gives the plain texts, as to a base
     model."""
+    tools: list[Text] | None = None
+    """Names of the tools of `env.tools.use` that conversations of this section have; an empty list: none. Null: all."""
 
     @property
     def has_images(self) -> bool:
@@ -103,6 +106,12 @@ class SourceConfig(DatasetConfig):
     by."""
     max_num_epochs: PositiveInt | None = None
     """Passes over the prompts of this source, after which the run ends; null: it begins anew each time."""
+    num_generations_per_prompt: Annotated[int, Field(ge=2)] | None = None
+    """Samples of each of its prompts, at most those of `grpo.num_generations_per_prompt`; null: as many."""
+    max_new_tokens: PositiveInt | None = None
+    """Longest response, or turn, at most `policy.generation.max_new_tokens`; null: as long."""
+    stop_strings: list[Text] | None = None
+    """Strings that end a response, in place of `policy.generation.stop_strings`; an empty list: none. Null: those."""
 
     @property
     def weights(self) -> dict[int, float]:
@@ -123,8 +132,12 @@ SHARED_KEYS = (
     "prompt_template",
     "env",
     "apply_chat_template",
+    "tools",
 )
 """Keys of `data.train` that hold for each of several sources that does not set them itself."""
+
+SAMPLING_OF_SOURCE = ("num_generations_per_prompt", "max_new_tokens", "stop_strings")
+"""Keys of a source that say how its prompts are sampled."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 

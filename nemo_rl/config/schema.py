@@ -152,6 +152,12 @@ class MasterConfig(Section):
         )
 
     @property
+    def smallest_group(self) -> int:
+        """Return the samples of a prompt of the source that has the fewest."""
+        sizes = (source.num_generations_per_prompt for source in self.data.train.named.values())
+        return min(filter(None, sizes), default=self.grpo.num_generations_per_prompt)
+
+    @property
     def rows_per_conversation(self) -> int:
         """Return the most rows of one sample of a prompt."""
         section, history = self.experience.conversation, self.history

@@ -117,6 +117,9 @@ def suggest(name: str, candidates: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+_OF_ALL_ROWS = ("temperature", "top_p", "top_k", "stop_token_ids")
+"""Keys of `policy.generation` that a source of prompts cannot have for itself."""
+
 _KNOWN_ELSEWHERE: Mapping[str, str] = {
     "lora": "adapters (LoRA) have the section policy.lora",
     "peft": "adapters (LoRA) have the section policy.lora",
@@ -133,6 +136,8 @@ def suggest_path(path: Sequence[str], candidates: Iterable[str], tree: Mapping[s
         tree: the recipe; of several places those are left out that it switches off.
     """
     name = path[-1]
+    if tuple(path[:-2]) == ("data", "train") and name in _OF_ALL_ROWS:
+        return f"; it holds for the rows of all sources: set policy.generation.{name}"
     near = suggest(name, candidates)
     if near:
         return near

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 from uuid import UUID
 
 from transformers import PreTrainedTokenizerBase
@@ -39,6 +39,7 @@ __all__ = [
     "load_held_out",
     "load_prompts",
     "raw_prompts",
+    "tools_of",
     "value_at",
 ]
 
@@ -175,7 +176,7 @@ def build_prompt_sets(
     *,
     now: datetime | None = None,
     max_rows: int | None = None,
-    tools: Sequence[Mapping[str, object]] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
     pictures: EncodesPictures | None = None,
 ) -> dict[str, PromptSet]:
     """Return the prompts of every source by the dotted path of its section, those of training first; a held-out text is
@@ -184,7 +185,8 @@ def build_prompt_sets(
     Args:
         now: the time that a chat template sees; None: that of the clock.
         max_rows: of each source; None reads all.
-        tools: schemas that the chat template prints in every prompt, in the form of OpenAI.
+        tools: schemas that the chat template prints in every prompt whose section does not choose among them, in the
+            form of OpenAI.
         pictures: of the model, where prompts have images.
 
     Raises:
@@ -195,7 +197,7 @@ def build_prompt_sets(
     found = {
         where: load_prompts(
             source,
-            _encoder(source, tokenizer, now, tools, pictures),
+            _encoder(source, tokenizer, now, tools_of(source, where, tools), pictures),
             limits=cfg,
             where=where,
             exclude=texts,
@@ -212,20 +214,38 @@ def load_held_out(
     *,
     now: datetime | None = None,
     max_rows: int | None = None,
-    tools: Sequence[Mapping[str, object]] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
     pictures: EncodesPictures | None = None,
 ) -> Mapping[str, PromptSet]:
     """Return the validation sets by name, the main one first; arguments and errors as of `build_prompt_sets`."""
     return {
         name: load_prompts(
             source,
-            _encoder(source, tokenizer, now, tools, pictures),
+            _encoder(source, tokenizer, now, tools_of(source, cfg.held_out_key(name), tools), pictures),
             limits=cfg,
             where=cfg.held_out_key(name),
             max_rows=max_rows,
         )
         for name, source in cfg.held_out.items()
     }
+
+
+def tools_of(cfg: DatasetConfig, where: str, tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Return the schemas of the tools that the prompts of a section have.
+
+    Args:
+        where: dotted path of the section.
+        tools: schemas of all tools of the run.
+
+    Raises:
+        DatasetError: the section names a tool that there is none of.
+    """
+    if cfg.tools is None:
+        return tuple(tools)
+    by_name = {str(schema["function"]["name"]): schema for schema in tools}
+    if unknown := [name for name in cfg.tools if name not in by_name]:
+        raise DatasetError(f"{where}.tools: expected some of {sorted(by_name)}, got {unknown[0]!r}")
+    return tuple(schema for name, schema in by_name.items() if name in cfg.tools)
 
 
 def _encoder(
@@ -304,7 +324,8 @@ class _PromptReader:
         self._counts: Counter[str] = Counter()
         self.skipped: list[str] = []
         self._remarks: list[str] = []
-        around = [cfg.system_prompt, cfg.prompt_template, cfg.apply_chat_template]
+        around: list[object] = [cfg.system_prompt, cfg.prompt_template, cfg.apply_chat_template]
+        around += [] if cfg.tools is None else [sorted(cfg.tools)]
         self.digest = hashlib.blake2b(json.dumps(around).encode(), digest_size=DIGEST_BYTES)
 
     def take(self, raw: RawPrompt) -> None:

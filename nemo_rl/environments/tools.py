@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.utils.console import printable
 from nemo_rl.utils.files import read_plain_text
 
-__all__ = ["HostedTool", "ToolHost", "calculator", "lookup", "python"]
+__all__ = ["HostedTool", "ToolHost", "calculator", "lookup", "python", "unknown_tool"]
 
 
 _EXPRESSION_LIMIT = 1000
@@ -206,6 +206,11 @@ class HostedTool:
     one, is called with them once."""
 
 
+def unknown_tool(name: str, known: Iterable[str]) -> str:
+    """Return what the model is told of a call of a tool that is not there."""
+    return f"error: no tool {name[:_TOLD_LIMIT]!r}; there are: {', '.join(known)}"
+
+
 class ToolHost:
     """Runs calls, each in one of `num_workers` processes; one that is late or dies is replaced.
 
@@ -297,7 +302,7 @@ class ToolHost:
     async def _outcome(self, call: ToolCall, seed: int) -> tuple[ToolError | None, str]:
         schema = self._by_name.get(call.name)
         if schema is None:
-            return "unknown_tool", f"error: no tool {call.name[:_TOLD_LIMIT]!r}; there are: {', '.join(self._by_name)}"
+            return "unknown_tool", unknown_tool(call.name, self._by_name)
         if problems := argument_problems(schema, call.arguments):
             return "bad_arguments", f"error: {call.name}: wrong arguments: {'; '.join(problems)}"
         async with self._places:

@@ -35,6 +35,7 @@ from nemo_rl.environments.call_formats import CallFormat, ParsedTurn, typed
 from nemo_rl.environments.conversation import ConversationRow, EnvironmentFailure, Reply, ToolResult, Turn
 from nemo_rl.environments.interfaces import Response
 from nemo_rl.environments.programs import ProgramHost
+from nemo_rl.environments.tools import unknown_tool
 from nemo_rl.errors import DatasetError, WorkerError, WorkerLost
 from nemo_rl.experience.rollouts import row_seeds
 from nemo_rl.experience.token_row import TokenRow
@@ -268,6 +269,14 @@ class AttemptParts:
     stop_ids: frozenset[int] = frozenset()
     history: History = "append"
     """`data.history` for programs."""
+    tool_names: tuple[str, ...] | None = None
+    """The tools that may be called; None: all of the host."""
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> AttemptParts:
+        """Return the parts of conversations that have these tools of the host, by their schemas, and no others."""
+        names = tuple(str(schema["function"]["name"]) for schema in tools)
+        calls = self.calls if tools else None
+        return replace(self, encoder=self.encoder.with_tools(tools), calls=calls, tool_names=names)
 
 
 class TimeIsUp(Exception):
@@ -462,7 +471,7 @@ class Attempt:
         calls, tools = self._parts.calls, self._parts.hosts.tools
         if calls is None or tools is None:
             return self._plain(sample.token_ids)
-        return typed(calls.parse(sample.token_ids), tools.schemas)
+        return typed(calls.parse(sample.token_ids), self._parts.encoder.tools)
 
     def _plain(self, ids: Sequence[int]) -> ParsedTurn:
         """Return a turn whose calls are text as well."""
@@ -502,7 +511,7 @@ class Attempt:
             allowed, refused = parsed.calls[: config.max_parallel_calls], parsed.calls[config.max_parallel_calls :]
             seed = turn_seed(self._task.seed, number)
             self._enter(f"tools ({', '.join(dict.fromkeys(call.name for call in allowed)) or 'none'})")
-            found = await self._timed(asyncio.gather(*(tools.call(call, seed=seed) for call in allowed)))
+            found = await self._timed(asyncio.gather(*(self._call(tools, call, seed) for call in allowed)))
             made = found if tools.has_cut else [self._cut(result) for result in found]
             text = TOO_MANY.format(most=config.max_parallel_calls)
             refusals = [ToolResult(text=text, error="too_many_calls") for _ in refused]
@@ -516,6 +525,12 @@ class Attempt:
                 Message(role="tool", content=each.text, name=name) for name, each in zip(names, results, strict=True)
             )
         return Ending.INVALID_CALLS if self._num_invalid > config.max_invalid_calls else None
+
+    async def _call(self, tools: CallsTools, call: ToolCall, seed: int) -> ToolResult:
+        names = self._parts.tool_names
+        if names is None or call.name in names:
+            return await tools.call(call, seed=seed)
+        return ToolResult(text=unknown_tool(call.name, names), error="unknown_tool")
 
     def _cut(self, result: ToolResult) -> ToolResult:
         text, _ = self._parts.encoder.cut_text(result.text, self._parts.tools_config.max_result_tokens)

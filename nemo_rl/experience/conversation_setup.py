@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.config.env import EnvConfig, ToolsConfig, program_command
 from nemo_rl.config.parts import AUTO, CALL_FORMATS, ENVIRONMENTS, PROGRAM, TOOLS, TURN_ENVIRONMENTS
 from nemo_rl.data.conversation import ToolCall
+from nemo_rl.data.datasets import tools_of
 from nemo_rl.data.turn_encoder import TurnEncoder
 from nemo_rl.environments.call_formats import CallFormat, typed
 from nemo_rl.environments.conversation_host import EnvironmentHost
@@ -263,7 +264,13 @@ class RolloutSampling:
             stop_ids=frozenset(stops),
             history=spec.history,
         )
-        loop.use(parts)
+        schemas = self.environment.schemas
+        own = {
+            where: parts.with_tools(tools_of(section, where, schemas))
+            for where, section in spec.data.sections.items()
+            if section.tools is not None
+        }
+        loop.use(parts, by_section=own)
         self.conversations = ConversationRollouts(
             loop, spec.experience.conversation, environment=self.environment.scorer, log=self.environment.log
         )

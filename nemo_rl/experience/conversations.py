@@ -78,6 +78,7 @@ class ConversationLoop:
     def __init__(self, config: ConversationConfig, hosts: Hosts) -> None:
         self._config, self._hosts = config, hosts
         self._parts: AttemptParts | None = None
+        self._by_section: Mapping[str, AttemptParts] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="conversations", daemon=True)
         self._thread.start()
@@ -97,8 +98,13 @@ class ConversationLoop:
         """
         self._submit(self._hosts.start()).result(timeout_s)
 
-    def use(self, parts: AttemptParts) -> None:
-        self._parts = parts
+    def use(self, parts: AttemptParts, *, by_section: Mapping[str, AttemptParts] | None = None) -> None:
+        """Make conversations with these parts.
+
+        Args:
+            by_section: parts of the prompts of some sections of `data`, in place of the others.
+        """
+        self._parts, self._by_section = parts, by_section or {}
 
     @property
     def num_open(self) -> int:
@@ -213,9 +219,10 @@ class ConversationLoop:
     async def _conversation(self, task: ConversationTask) -> ConversationRecord:
         assert self._parts is not None, "use comes before the first conversation"
         kind = Attempt if self._hosts.programs is None else ProgramAttempt
+        parts = self._by_section.get(task.prompt.section, self._parts)
         async with self._places:
             for number in range(self._config.retries + 1):
-                record = await self._attempt(kind(task, self._parts, number=number), task.name)
+                record = await self._attempt(kind(task, parts, number=number), task.name)
                 policy = self._config.endings.by_ending[record.ending]
                 if policy != "retry":
                     break

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from itertools import accumulate, repeat
+from itertools import accumulate, chain, repeat
 from pathlib import Path
 
 import numpy as np
@@ -67,9 +67,17 @@ from nemo_rl.experience.payload import (
     version_span_column,
 )
 from nemo_rl.experience.rollout_records import WEIGHT_VERSION, GroupRequest, RolloutInfo, RolloutResult
-from nemo_rl.experience.rollouts import EnvReport, ResponseScorer, RolloutSpec, check_versions, sampling_params
+from nemo_rl.experience.rollouts import (
+    EnvReport,
+    ResponseScorer,
+    RolloutSpec,
+    SourceSampling,
+    check_versions,
+    sampling_of_sources,
+    sampling_params,
+)
 from nemo_rl.experience.routes import RouteWriter
-from nemo_rl.experience.scheduler import EngineScheduler
+from nemo_rl.experience.scheduler import EngineScheduler, at_once
 from nemo_rl.models.generation.interfaces import (
     GenerationInterface,
     GenerationOutput,
@@ -138,6 +146,14 @@ class RolloutWorker:
             raise
         self._lines = LineWriter(self._tokenizer, prompts=self._train, extras=extra_specs(spec.data.extra_columns))
         self._sampling = sampling_params(spec.policy.generation, self._stop_ids, is_validation=False)
+        self._sources, limits = sampling_of_sources(
+            spec.data, self._sampling, group_size=spec.grpo.num_generations_per_prompt
+        )
+        self._is_alike = self._parts.conversations is not None or len(set(self._sources.values())) == 1
+        """True where one request holds groups of all sources."""
+        has_limits = any(limit != self._sampling.max_new_tokens for limit in limits.values())
+        self._limits = tuple(limits[prompt.section] for prompt in self._train) if has_limits else ()
+        """Most tokens of a response to each prompt; empty where they are those of `sampling`."""
         self._scorer = None
         if self._parts.environment.scorer is not None:
             self._scorer = ResponseScorer(self._parts.environment.scorer, self._tokenizer, sampling=self._sampling)
@@ -244,7 +260,8 @@ class RolloutWorker:
             for result in restored:
                 yield (result.counted(),)
             if groups:
-                yield from self._rollout(groups, version=version, partition_id=partition_id, engine=engine, share=share)
+                run = self._rollout if self._is_alike else self._rollout_of_kinds
+                yield from run(groups, version=version, partition_id=partition_id, engine=engine, share=share)
         except Exception as error:
             if not self._spec.grpo.samples_ahead:
                 raise
@@ -276,15 +293,18 @@ class RolloutWorker:
             mine = groups[first::step]
             yield from self._converse(mine, version=version, partition_id=partition_id, engine=engine)
             return
-        size, replay = self._spec.grpo.num_generations_per_prompt, self._spec.policy.router_replay
+        own, replay = self._sources[self._train[groups[0].prompt].section], self._spec.policy.router_replay
         request = GenerationRequest(
             prompt_ids=tuple(self._train[group.prompt].ids for group in groups),
-            seeds=tuple(group.seed + row for group in groups for row in range(size)),
-            sampling=self._sampling,
+            seeds=tuple(group.seed + row for group in groups for row in range(own.group_size)),
+            sampling=own.sampling,
+            limits=tuple(self._limits[group.prompt] for group in groups) if self._limits else (),
             with_routes=replay.records_at_rollout,
             with_support=self._spec.policy.generation.record_support,
             names=tuple(group.name for group in groups) if self._spec.grpo.samples_ahead else (),
-            keys=tuple(keys_of_groups([group.uid for group in groups], size)) if self._spec.names_rows else (),
+            keys=tuple(keys_of_groups([group.uid for group in groups], own.group_size))
+            if self._spec.names_rows
+            else (),
             images=self._pictures.of([self._train[group.prompt] for group in groups]),
         )
         stream = self._stream(request, engine, share)
@@ -294,6 +314,26 @@ class RolloutWorker:
             ended = [groups[number] for number in samples.groups]
             results = self._write(ended, samples.output, report, partition_id=partition_id, first=at == 0)
             yield tuple(each.counted() for each in (replace(results[0], schedule=samples.schedule), *results[1:]))
+
+    def _rollout_of_kinds(
+        self,
+        groups: Sequence[GroupRequest],
+        *,
+        version: int | None,
+        partition_id: str,
+        engine: int | None,
+        share: tuple[int, int],
+    ) -> Iterator[tuple[RolloutResult, ...]]:
+        """Do as `_rollout` does, with a request for the groups of each size and way of sampling: at the same time where
+        rows join and leave the engines' batches one by one, else one after the other."""
+        kinds: dict[SourceSampling, list[GroupRequest]] = {}
+        for group in groups:
+            kinds.setdefault(self._sources[self._train[group.prompt].section], []).append(group)
+        streams = [
+            self._rollout(kind, version=version, partition_id=partition_id, engine=engine, share=share)
+            for kind in kinds.values()
+        ]
+        yield from at_once(streams) if self._spec.grpo.samples_ahead else chain.from_iterable(streams)
 
     def _scored(
         self, groups: Sequence[GroupRequest], stream: Iterator[GroupSamples]
@@ -334,18 +374,20 @@ class RolloutWorker:
         self, groups: Sequence[GroupRequest], *, version: int | None, partition_id: str, engine: int | None
     ) -> Iterator[tuple[RolloutResult, ...]]:
         """Let groups of conversations run, and write each as it ends; the arguments are those of `_rollout`."""
-        conversations, size = self._parts.conversations, self._spec.grpo.num_generations_per_prompt
+        conversations = self._parts.conversations
         assert conversations is not None, "the recipe has conversations"
+        sources = [self._sources[self._train[group.prompt].section] for group in groups]
+        most = self._sampling.max_new_tokens
         tasks = [
             GroupTask(
                 prompt=self._train[group.prompt],
-                seeds=tuple(range(group.seed, group.seed + size)),
-                sampling=self._sampling,
+                seeds=tuple(range(group.seed, group.seed + own.group_size)),
+                sampling=replace(own.sampling, max_new_tokens=self._limits[group.prompt] if self._limits else most),
                 name=group.name if self._spec.grpo.samples_ahead else "",
                 only_engine=engine,
                 min_scored=self._spec.experience.conversation.min_scored,
             )
-            for group in groups
+            for group, own in zip(groups, sources, strict=True)
         ]
         for part, scored in enumerate(conversations.groups(tasks, version=version), start=1):
             result = self._write_conversations(
@@ -363,7 +405,7 @@ class RolloutWorker:
         self, group: GroupRequest, scored: ScoredGroup, *, version: int | None, partition_id: str, is_first: bool
     ) -> RolloutResult:
         """Write the columns of a group whose conversations have ended; raise WorkerError where none has a turn."""
-        size = self._spec.grpo.num_generations_per_prompt
+        size = len(scored.records)
         rows = [row for _, _, row in scored.rows]
         # The first row of each conversation has the key of a single turn.
         keys = [key_of(group.uid, sample + place * size) for sample, place, _ in scored.rows]

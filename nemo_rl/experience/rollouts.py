@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from threading import Lock
 from typing import Protocol
@@ -40,8 +40,10 @@ __all__ = [
     "ResponseScorer",
     "RolloutSpec",
     "SamplesPrompts",
+    "SourceSampling",
     "check_versions",
     "row_seeds",
+    "sampling_of_sources",
     "sampling_params",
 ]
 
@@ -197,6 +199,37 @@ def sampling_params(config: GenerationConfig, stop_ids: Sequence[int], *, is_val
         stop_token_ids=tuple(chosen),
         stop_strings=tuple(config.stop_strings),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceSampling:
+    """How prompts are sampled; those of equal settings go in one request."""
+
+    group_size: int
+    """Samples of a prompt."""
+    sampling: SamplingParams
+
+
+def sampling_of_sources(
+    data: DataConfig, sampling: SamplingParams, *, group_size: int
+) -> tuple[dict[str, SourceSampling], dict[str, int]]:
+    """Return how the prompts of each source are sampled by the dotted path of its section, and the most tokens of a
+    response to them, which may be fewer than those of `sampling`.
+
+    Args:
+        sampling: as the recipe samples where a source does not say.
+        group_size: likewise.
+    """
+    plain = SourceSampling(group_size=group_size, sampling=sampling)
+    found, limits = dict.fromkeys(data.sources, plain), dict.fromkeys(data.sources, sampling.max_new_tokens)
+    for name, source in data.train.named.items():
+        where, stops = data.train_key(name), source.stop_strings
+        found[where] = SourceSampling(
+            group_size=source.num_generations_per_prompt or group_size,
+            sampling=sampling if stops is None else replace(sampling, stop_strings=tuple(stops)),
+        )
+        limits[where] = source.max_new_tokens or sampling.max_new_tokens
+    return found, limits
 
 
 def check_versions(output: GenerationOutput, version: int | None) -> None:

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from queue import SimpleQueue
 from threading import Condition, Lock, Thread
 from typing import TypeVar
@@ -39,7 +39,7 @@ from nemo_rl.models.generation.interfaces import (
 from nemo_rl.utils.deadlines import awake_s
 from nemo_rl.utils.metrics import Mean, Min, Reduction, Sum
 
-__all__ = ["EngineScheduler", "expected_work", "split_request"]
+__all__ = ["EngineScheduler", "at_once", "expected_work", "split_request"]
 
 logger = logging.getLogger(__name__)
 
@@ -342,18 +342,23 @@ def split_request(request: GenerationRequest, *, num_engines: int, batch_rows: i
         batch_rows: rows that an engine decodes at once.
     """
     group = request.group_size
-    ends = list(accumulate((expected_work(prompt, request) for prompt in request.prompt_ids), initial=0.0))
+    limits = request.limits or repeat(None)
+    work = (expected_work(prompt, request, limit) for prompt, limit in zip(request.prompt_ids, limits, strict=False))
+    ends = list(accumulate(work, initial=0.0))
     least = max(1, batch_rows // max(1, group)) * ends[-1] / max(1, len(request.prompt_ids))
     cuts = _cuts(ends, _shares(ends[-1], num_engines=num_engines, least=least))
     return [request.of_groups(range(start, stop)) for start, stop in pairwise(cuts)] or [request]
 
 
-def expected_work(prompt: Sequence[int], request: GenerationRequest) -> float:
+def expected_work(prompt: Sequence[int], request: GenerationRequest, limit: int | None = None) -> float:
     """Tokens of the forward passes of a prompt's group, if its responses get half as long as they may.
 
     A prompt is read once for its group; every token of a response is a pass of its own.
+
+    Args:
+        limit: most tokens of a response; None: those of the request.
     """
-    return len(prompt) + request.group_size * request.sampling.max_new_tokens / 2
+    return len(prompt) + request.group_size * (limit or request.sampling.max_new_tokens) / 2
 
 
 def _shares(total: float, *, num_engines: int, least: float) -> list[float]:
@@ -379,3 +384,28 @@ def _cuts(ends: Sequence[float], shares: Sequence[float]) -> list[int]:
         if cut > cuts[-1]:
             cuts.append(cut)
     return cuts
+
+
+def at_once(streams: Sequence[Iterator[_T]]) -> Iterator[_T]:
+    """Yield what the streams yield, as it comes; each has a thread. Raises the first error of one."""
+    found: SimpleQueue[tuple[_T] | Exception | None] = SimpleQueue()
+
+    def serve(stream: Iterator[_T]) -> None:
+        try:
+            for item in stream:
+                found.put((item,))
+            found.put(None)
+        except Exception as error:  # noqa: BLE001 - raised by the caller's thread
+            found.put(error)
+
+    for stream in streams:
+        Thread(target=serve, args=(stream,), name="rollout of a kind", daemon=True).start()
+    left = len(streams)
+    while left:
+        item = found.get()
+        if isinstance(item, Exception):
+            raise item
+        if item is None:
+            left -= 1
+        else:
+            yield item[0]

@@ -169,11 +169,15 @@ def declare_partition(
     *,
     steps_in_flight: int = 1,
     rows_per_conversation: int = 1,
+    smallest_group: int | None = None,
 ) -> None:
     """Registers `PARTITION` with the columns of the stages, and capacity for so many steps at one time.
 
     Without consumer tasks, unless groups are claimed: stages are handed the keys of their rows, and a cursor that
     nobody claims with costs every put and every write-back.
+
+    Args:
+        smallest_group: fewest rows of a group, all of which are put at once; None: groups are of one size.
     """
     is_async = config.samples_ahead
     # Rows of a step that is being cleared, and of groups that are sampled again, may still be there.
@@ -184,7 +188,7 @@ def declare_partition(
         [extras.get(name, name) for name in written_fields(stages)],
         config.rows_alive * (steps_in_flight + ahead) * rows_per_conversation,
         (TRAIN_TASK,) if is_async else (),
-        grpo_group_size=config.num_generations_per_prompt,
+        grpo_group_size=smallest_group or config.num_generations_per_prompt,
     )
 
 

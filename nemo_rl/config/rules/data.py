@@ -86,6 +86,67 @@ def rule_sources_have_shares(config: MasterConfig) -> Iterator[str]:
             yield f"data.train.{next(iter(named))}.weight: is 0 at step {step} as those of all sources are; raise one"
 
 
+def rule_sampling_of_sources_fits_the_run(config: MasterConfig) -> Iterator[str]:
+    generation = config.policy.generation
+    most = {
+        "grpo.num_generations_per_prompt": config.grpo.num_generations_per_prompt,
+        "policy.generation.max_new_tokens": generation.max_new_tokens,
+    }
+    for name, source in config.data.train.named.items() if not config.sft.enabled else ():
+        where = config.data.train_key(name)
+        for key, asked in zip(most, (source.num_generations_per_prompt, source.max_new_tokens), strict=True):
+            limit = most[key]
+            if asked is not None and limit is not None and asked > limit:
+                yield (
+                    f"{where}.{key.rpartition('.')[2]}: {asked} is above {key} {limit}, which is the most of every "
+                    "source; raise that one, and set this key of the sources that are to have fewer"
+                )
+        if source.max_new_tokens is not None and not ENGINES.is_builtin(generation.backend):
+            yield (
+                f"{where}.max_new_tokens: {generation.backend!r} is an engine of your own, of which it is not known "
+                "that it takes a limit for each prompt; set it to null"
+            )
+
+
+def rule_groups_of_sources_fit_the_run(config: MasterConfig) -> Iterator[str]:
+    grpo, batch = config.grpo, config.policy.train_global_batch_size
+    most = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    for name, source in config.data.train.named.items():
+        size = source.num_generations_per_prompt
+        if config.sft.enabled or size is None or size >= grpo.num_generations_per_prompt:
+            continue  # a larger one is refused above
+        key = f"{config.data.train_key(name)}.num_generations_per_prompt"
+        if batch != most:
+            yield (
+                f"{key}: {size} makes the rows of a step another number in each step, which are trained in one "
+                "optimizer step; set policy.train_global_batch_size to grpo.num_prompts_per_step x "
+                f"num_generations_per_prompt = {most}, got {batch}"
+            )
+        if grpo.async_.keep_finished:
+            yield (
+                f"{key}: {size} with grpo.async.keep_finished, which keeps groups of one size; set that to false, or "
+                "keep finished groups in files (data_plane.durable.path)"
+            )
+        section = config.experience.conversation
+        if section.enabled and section.min_scored > size:
+            yield f"experience.conversation.min_scored: {section.min_scored} is more than {key} {size}; lower it"
+
+
+def rule_tools_of_sections_are_those_of_the_run(config: MasterConfig) -> Iterator[str]:
+    tools, switch = config.env.tools, "experience.conversation.enabled"
+    known = [tool.name.rpartition(":")[2] for tool in tools.use]
+    for where, section in config.data.sections.items() if not config.sft.enabled else ():
+        if not config.experience.conversation.enabled:
+            yield from would_be_ignored(section, where, ["tools"], switch=switch)
+            continue
+        for name in section.tools or ():
+            if name not in known:
+                yield (
+                    f"{where}.tools: expected names of tools of env.tools.use ({', '.join(known) or 'which is empty'}),"
+                    f" got {name!r}"
+                )
+
+
 def rule_curriculum_fits_the_run(config: MasterConfig) -> Iterator[str]:
     data, grpo, curriculum, switch = config.data, config.grpo, config.data.curriculum, "data.curriculum"
     if config.sft.enabled:

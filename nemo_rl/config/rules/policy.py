@@ -193,6 +193,12 @@ def rule_fixed_microbatches_divide(config: MasterConfig) -> Iterator[str]:
         return
     ranks = max(1, config.cluster.num_workers // policy.parallel_sizes.replica_size)
     unit = ranks * policy.train_micro_batch_size
+    if config.smallest_group < config.grpo.num_generations_per_prompt:
+        yield (
+            "policy.dynamic_batching.enabled: false and no packing of rows make microbatches of equal numbers of rows, "
+            "and num_generations_per_prompt of a source of data.train makes the rows of each step another number; set "
+            "it to true"
+        )
     if policy.train_global_batch_size % unit:
         yield (
             f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide into {ranks} "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nemo_rl.config.base import Section, is_url
+from nemo_rl.config.data import SAMPLING_OF_SOURCE
 from nemo_rl.config.rules.rule import keys_besides_the_switch, would_be_ignored
 from nemo_rl.config.schema import MasterConfig
 from nemo_rl.config.schema_walk import dotted
@@ -64,8 +65,11 @@ def rule_supervised_training_reads_its_own_keys(config: MasterConfig) -> Iterato
     names = ["max_input_seq_length", "history", "extra_columns"]
     yield from would_be_ignored(data, "data", names, switch=_SWITCH, because=because)
     for where, source in data.sections.items():
-        ignored = ["env", "unreadable", "category_key"]
+        ignored = ["env", "unreadable", "category_key", "tools"]
         yield from would_be_ignored(source, where, ignored, switch=_SWITCH, because=because)
+    for name, named in data.train.named.items():
+        where = data.train_key(name)
+        yield from would_be_ignored(named, where, SAMPLING_OF_SOURCE, switch=_SWITCH, because=because)
 
 
 def rule_supervised_training_has_text_and_a_template(config: MasterConfig) -> Iterator[str]:

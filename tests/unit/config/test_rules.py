@@ -46,6 +46,11 @@ SOURCES = (
     "data.train.b={dataset_name: sort_digits, size: 60, seed: 9}",
 )
 
+SMALL_GROUP = (*SOURCES, "data.train.a.num_generations_per_prompt=2")
+CALCULATOR = ("experience.conversation.enabled=true", "env.tools.use=[{name: calculator}]")
+JUDGED = "env.judges={one: {base_url: 'http://localhost:1', model: m, rubric: x}}"
+GATED = "data.train.env={name: judge, gates: {one: 1}, judges: {one: {base_url: 'http://localhost:1', model: m}}}"
+
 DYNAMIC = "grpo.use_dynamic_sampling=true"
 
 REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
@@ -65,6 +70,51 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "rule_keys_beside_sources_are_shared": [
         ((*SOURCES, "data.train.size=9"), "data.train.size: 9 would be ignored, because data.train has several sources")
+    ],
+    "rule_sampling_of_sources_fits_the_run": [
+        (
+            (*SOURCES, "data.train.a.num_generations_per_prompt=99"),
+            "data.train.a.num_generations_per_prompt: 99 is above grpo.num_generations_per_prompt",
+        ),
+        (
+            (*SOURCES, "data.train.b.max_new_tokens=999"),
+            "data.train.b.max_new_tokens: 999 is above policy.generation.max_new_tokens",
+        ),
+        (
+            (*SOURCES, "data.train.a.max_new_tokens=2", "policy.generation.backend=a:B"),
+            "data.train.a.max_new_tokens: 'a:B' is an engine of your own",
+        ),
+    ],
+    "rule_groups_of_sources_fit_the_run": [
+        (
+            (*SMALL_GROUP, "policy.train_global_batch_size=512"),
+            "makes the rows of a step another number in each step, which are trained in one optimizer step",
+        ),
+        (
+            (*SMALL_GROUP, "grpo.async.enabled=true", "grpo.async.keep_finished=true"),
+            "data.train.a.num_generations_per_prompt: 2 with grpo.async.keep_finished",
+        ),
+        (
+            (*SMALL_GROUP, "experience.conversation.enabled=true", "experience.conversation.min_scored=3"),
+            "experience.conversation.min_scored: 3 is more than data.train.a.num_generations_per_prompt 2",
+        ),
+    ],
+    "rule_tools_of_sections_are_those_of_the_run": [
+        ((*SOURCES, "data.train.a.tools=[python]"), "data.train.a.tools: would be ignored"),
+        (
+            (*SOURCES, "data.train.a.tools=[python]", *CALCULATOR),
+            "data.train.a.tools: expected names of tools of env.tools.use (calculator), got 'python'",
+        ),
+    ],
+    "rule_none_is_told_apart_from_other_rows": [
+        (
+            ("env.name=judge", "env.reward_function=a:b", "env.on_none=leave_out", JUDGED),
+            "env.on_none: leave_out is of functions alone",
+        ),
+        (
+            (*GRADED, "env.on_none=leave_out", "grpo.adv_estimator.name=gdpo", GATED),
+            "behind data.train.env.gates a missing one counts 0",
+        ),
     ],
     "rule_sources_have_shares": [
         (("data.mixture.by=size",), "data.mixture.by: 'size' would be ignored, because data.train is one source"),
@@ -241,7 +291,10 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("policy.dynamic_batching.train_mb_tokens=47",), "policy.dynamic_batching.train_mb_tokens: 47 tokens do not"),
         (("policy.train_micro_batch_size=8",), "policy.train_micro_batch_size: 8 would be ignored"),
     ],
-    "rule_fixed_microbatches_divide": [((*FIXED, "policy.train_micro_batch_size=3"), "expected a multiple of 6")],
+    "rule_fixed_microbatches_divide": [
+        ((*FIXED, "policy.train_micro_batch_size=3"), "expected a multiple of 6"),
+        ((*FIXED, *SMALL_GROUP), "policy.dynamic_batching.enabled: false and no packing of rows"),
+    ],
     "rule_step_divides_into_global_batches": [
         (("policy.train_global_batch_size=300",), "grpo.num_prompts_per_step x num_generations_per_prompt = 1024")
     ],
@@ -368,6 +421,7 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("sft.enabled=true", "data.train.env={name: sort}"), "data.train.env"),
         (("sft.enabled=true", "+sft.settings.grpo.seed=1"), "sft.settings: would be ignored"),
         (("+sft.settings.grpo.seed=1",), "sft.settings: would be ignored"),
+        (("sft.enabled=true", *SMALL_GROUP), "data.train.a.num_generations_per_prompt: 2 would be ignored"),
     ],
     "rule_stages_are_one_or_both": [
         (("stages=[grpo, sft]",), "stages: expected [grpo] or [sft, grpo], got [grpo, sft]"),

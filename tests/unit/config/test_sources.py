@@ -57,6 +57,10 @@ WRONG = {
         "data.train.math.wieght=2",
         "data.train.math.wieght: unknown key 'wieght'; did you mean 'weight'",
     ),
+    "a key of all sources": (
+        "data.train.math.temperature=0.5",
+        "data.train.math.temperature: unknown key 'temperature'; it holds for the rows of all sources: set policy.gen",
+    ),
     "a value": ("data.train.math.weight=-1", "data.train.math.weight: expected a number >= 0.0, got -1"),
     "a name": ("data.train={a/b: {size: 3}}", "names of sources made of letters"),
     "a step": ("data.train.math.schedule={0: 1}", "data.train.math.schedule"),

@@ -19,8 +19,11 @@ from nemo_rl.data import huggingface_wrapper
 from nemo_rl.data.datasets import RawPrompt, build_prompt_sets, json_value
 from nemo_rl.data.tokenizer import build_tokenizer
 from nemo_rl.data.turn_encoder import TurnEncoder
+from nemo_rl.environments.tool_schema import schema_of
+from nemo_rl.environments.tools import calculator, python
 from nemo_rl.errors import DatasetError
 from tests.helpers.chat_templates import CASES, NOW, stop_ids_of, tokenizer_of
+from tests.helpers.conversations import small_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -365,3 +368,25 @@ def test_the_digest_of_a_set_is_of_its_rows_and_of_what_is_put_around_them(tmp_p
     others = [digest("b", "a"), digest("a", "c"), digest("a"), digest("a", "b", prompt_template="{input}!")]
     others.append(digest("a", "b", system_prompt="s"))
     assert len({first, *others}) == 6
+
+
+def test_prompts_of_a_section_show_the_tools_that_it_names() -> None:
+    tokenizer, schemas = small_tokenizer(), [schema_of(calculator), schema_of(python)]
+    shared = {"dataset_name": "sort_digits", "size": 2, "options": {"min_digits": 1}}
+    train = {
+        "all": shared,
+        "one": {**shared, "seed": 3, "tools": ["python"]},
+        "none": {**shared, "seed": 5, "tools": []},
+    }
+    cfg = DataConfig.model_validate({"train": train, "max_input_seq_length": 4096})
+    sets = build_prompt_sets(cfg, tokenizer, tools=schemas)
+    shown = {
+        where.rpartition(".")[2]: [name for name in ("calculator", "python") if f'"{name}"' in text]
+        for where, found in sets.items()
+        for text in [tokenizer.decode(list(found.prompts[0].ids))]
+    }
+    assert shown == {"all": ["calculator", "python"], "one": ["python"], "none": []}
+    assert len({found.digest for found in sets.values()}) == 3
+    wrong = DataConfig.model_validate({"train": {"one": {**shared, "tools": ["abacus"]}}})
+    with pytest.raises(DatasetError, match=r"data\.train\.one\.tools: expected some of .*, got 'abacus'"):
+        build_prompt_sets(wrong, tokenizer, tools=schemas)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
+from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.env import Ending, ToolsConfig
+from nemo_rl.data.datasets import tools_of
 from nemo_rl.experience.conversations import ConversationGroup
 from nemo_rl.experience.turn_sampler import SamplesTurns, TurnSampler
 from tests.helpers.conversations import Scripted, conversations, engine_of, logprobs_of, rescored_error, small_tokenizer
@@ -169,3 +172,23 @@ def test_a_conversation_says_what_it_waits_for(tmp_path):
         setting.loop.abort(["7.0"])
         runner.join(20)
         assert setting.loop.waiting(["7.0"]) == []
+
+
+def test_a_section_has_the_tools_that_it_names_and_calls_of_others_are_told():
+    script = [[CALL % ("calculator", '{"expression": "6*7"}'), CALL % ("python", '{"code": "print(1)"}'), "done"]]
+    tools = [CALCULATOR, "nemo_rl.environments.tools:python"]
+    found = {}
+    for names in (["python"], [], None):
+        with conversations(environment=None, tools=tools, samples=scripted(script)) as setting:
+            parts, section = setting.loop._parts, DatasetConfig(tools=names)
+            own = parts.with_tools(tools_of(section, "data.train.a", parts.encoder.tools))
+            setting.loop.use(parts, by_section={} if names is None else {"data.train.a": own})
+            task = setting.task(size=1, seed=0)
+            task = replace(task, prompt=replace(task.prompt, section="data.train.a"))
+            found[str(names)] = only(list(setting.loop.run([task]))).records[0].turns
+    first, second, last = found["['python']"]
+    assert (first.results[0].error, second.results[0].text, last.text) == ("unknown_tool", "1", "done")
+    assert first.results[0].text == "error: no tool 'calculator'; there are: python"
+    [alone] = found["[]"]
+    assert not alone.calls and "<tool_call>" in alone.text
+    assert found["None"][0].results[0].text == "42"
