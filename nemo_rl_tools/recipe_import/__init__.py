@@ -26,15 +26,16 @@ from nemo_rl.config.rules.rule import Ignored
 from nemo_rl.config.schema_walk import lookup, place_of, put, section_class, suggest
 from nemo_rl.config.yaml_text import YamlProblem, parse_yaml, yaml_line
 from nemo_rl.errors import ConfigError
-from nemo_rl_tools.recipe_import.dialects import ADAPTERS, TURNS
+from nemo_rl_tools.recipe_import.dialects import ADAPTERS, SOURCES, TURNS
 from nemo_rl_tools.recipe_import.keys import MANDATORY, MANY, Fate, Given, KeyOutcome, KeyRule, Table, read_recipe
 from nemo_rl_tools.recipe_import.sections import convert_sections
 from nemo_rl_tools.recipe_import.table import NEMO_RL
 
 __all__ = ["TABLE", "Imported", "as_record", "import_recipe", "report_lines", "rule_of", "to_recipe"]
 
-TABLE: Table = {**NEMO_RL, **TURNS, **ADAPTERS}
-"""Every key of a NeMo-RL GRPO recipe, and those of turns, tools and adapters of verl, TRL and prime-rl."""
+TABLE: Table = {**NEMO_RL, **TURNS, **ADAPTERS, **SOURCES}
+"""Every key of a NeMo-RL GRPO recipe, and those of turns, tools, adapters and sources of prompts of verl, TRL and
+prime-rl."""
 MAX_ROUNDS = 20
 DECIDING = ("loss_fn.", "grpo.", "algorithm.", "actor_rollout_ref.actor.", "reward_model.")
 """Sections of NeMo-RL and verl that say which loss is trained on which advantages."""

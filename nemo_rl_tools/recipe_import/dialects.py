@@ -1,4 +1,4 @@
-"""Keys that several frameworks have by their own names: turns and tools, and adapters.
+"""Keys that several frameworks have by their own names: turns and tools, adapters, and sources of prompts.
 
 Of recipes of verl, TRL and prime-rl these keys alone are converted; the others are named as unknown. Called by
 `convert_sections`.
@@ -6,8 +6,11 @@ Of recipes of verl, TRL and prime-rl these keys alone are converted; the others 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from nemo_rl.config.backends import ALL_LINEAR
 from nemo_rl_tools.recipe_import.keys import (
@@ -24,7 +27,20 @@ from nemo_rl_tools.recipe_import.keys import (
     with_others,
 )
 
-__all__ = ["ADAPTERS", "GAME", "TURNS", "convert_adapters", "convert_turns"]
+__all__ = [
+    "ADAPTERS",
+    "GAME",
+    "GRADED",
+    "SOURCES",
+    "TURNS",
+    "convert_adapters",
+    "convert_sources",
+    "convert_turns",
+    "names_of",
+    "no_held_out",
+]
+
+GRADED = "my_rewards:score"
 
 GAME = "sliding_puzzle_game"
 """The environment of NeMo-RL that is here as well."""
@@ -371,3 +387,125 @@ def _targets(dialect: _Dialect, given: Given) -> Iterator[KeyOutcome]:
     yield becomes(key, f"{HERE}.targets", [*dict.fromkeys([*found, *(parameters or ())])], "")
     if parameters:
         yield KeyOutcome(key=dialect.key(dialect.parameters), fate=Fate.MAPPED, why="listed among policy.lora.targets")
+
+
+PRIME_SOURCES, PRIME_GROUP = "orchestrator.train.source", "orchestrator.group_size"
+FILES = {"train": "data.train_files", "validation": "data.val_files"}
+"""Lists of files of verl, which reads those of one list as one."""
+SPLITS = ("train", "test", "val", "validation")
+"""Stems of files that say nothing of what is in them."""
+LIMITS = ("max_completion_tokens", "max_tokens")
+"""Names of the longest response in prime-rl's `sampling`."""
+
+SOURCES: Table = {
+    **each(with_others("becomes data.train and data.validation"), *FILES.values(), "data.prompt_key data.image_key"),
+    PRIME_SOURCES: with_others("becomes data.train"),
+    PRIME_GROUP: with_others("becomes grpo.num_generations_per_prompt"),
+}
+"""Rules by key."""
+
+
+def convert_sources(given: Given) -> Iterator[KeyOutcome]:
+    """Convert the lists of verl's files and of prime-rl's sources to sections with names."""
+    for part, key in FILES.items():
+        found = given.get(key)
+        files = [found] if isinstance(found, str) else [str(each) for each in found or ()]
+        yield from _verl_files(given, part, key, files)
+    entries = given.get(PRIME_SOURCES)
+    is_primes = isinstance(entries, list) and all(isinstance(entry, Mapping) for entry in entries)
+    if is_primes:
+        yield from _prime_sources(given, entries)
+    if is_primes or (given.get(FILES["train"]) and not given.get(FILES["validation"])):
+        yield from no_held_out(given)
+
+
+def no_held_out(given: Given) -> Iterator[KeyOutcome]:
+    """Turn validation off."""
+    why = "the recipe has no validation prompts"
+    yield becomes("data.validation" if given.has("data.validation") else "", "data.validation", None, why)
+    for name, off in (("val_period", 0), ("val_at_start", False), ("val_at_end", False)):
+        yield becomes(f"grpo.{name}" if given.has(f"grpo.{name}") else "", f"grpo.{name}", off, why)
+
+
+def _verl_files(given: Given, part: str, key: str, files: Sequence[str]) -> Iterator[KeyOutcome]:
+    paths = [Path(file) for file in files]
+    names = names_of([path.parent.name if path.stem in SPLITS and path.parent.name else path.stem for path in paths])
+    for number, (file, name) in enumerate(zip(files, names, strict=True)):
+        where = f"data.{part}" if number == 0 else f"data.validation_sets.{name}"
+        if part == "train" and len(files) > 1:
+            where = f"data.train.{name}"
+        kind = "jsonl" if file.endswith((".json", ".jsonl")) else "huggingface"
+        yield becomes(key, f"{where}.dataset_name", kind, "")
+        yield becomes(key, f"{where}.data_path", file, "")
+        asked = "data.prompt_key"
+        yield becomes(asked if given.has(asked) else "", f"{where}.input_key", given.get(asked, "prompt"), "")
+        yield becomes("", f"{where}.output_key", "reward_model.ground_truth", "the column of verl's rows")
+        if given.get("data.image_key"):
+            yield becomes("data.image_key", f"{where}.image_key", given.get("data.image_key"), "")
+    if part == "train" and len(files) > 1:
+        why = "the files are read as one there, so that each prompt is drawn equally often"
+        yield becomes(key, "data.mixture.by", "size", why)
+    if part == "train" and files:
+        yield lacks(
+            key, "its column data_source chooses a score there; here one reward scores a section: see docs/data.md"
+        )
+
+
+def _prime_sources(given: Given, entries: Sequence[Mapping[str, Any]]) -> Iterator[KeyOutcome]:
+    """Convert sources with their shares, group sizes and limits; those of the recipe are the largest of all."""
+    sampling = [entry.get("sampling") if isinstance(entry.get("sampling"), Mapping) else {} for entry in entries]
+    limits = [next((asked[name] for name in LIMITS if asked.get(name) is not None), None) for asked in sampling]
+    sizes = [entry.get("group_size") for entry in entries]
+    names = names_of([str(entry.get("name") or _environment(entry)) for entry in entries])
+    own = {"grpo.num_generations_per_prompt": sizes, "policy.generation.max_new_tokens": limits}
+    of_all = [given.get(PRIME_GROUP), None]
+    for (here, found), whole in zip(own.items(), of_all, strict=True):
+        numbers = [each for each in (*found, whole) if isinstance(each, int)]
+        if numbers:
+            key = PRIME_GROUP if whole is not None and here.startswith("grpo") else PRIME_SOURCES
+            yield becomes(key, here, max(numbers), "the largest of all sources; those without their own have it, too")
+        for name, number in zip(names, found, strict=True):
+            asked = number if number is not None else whole
+            if numbers and asked is not None and asked != max(numbers):
+                yield becomes(PRIME_SOURCES, f"data.train.{name}.{here.rpartition('.')[2]}", asked, "")
+    for number, (name, entry) in enumerate(zip(names, entries, strict=True)):
+        yield from _prime_source(f"{PRIME_SOURCES}.{number}", f"data.train.{name}", name, entry)
+
+
+def _prime_source(key: str, where: str, name: str, entry: Mapping[str, Any]) -> Iterator[KeyOutcome]:
+    environment = _environment(entry)
+    why = (
+        f'the environment {environment!r} brings its prompts there: write them as lines {{"input": ..., "output": ...}}'
+    )
+    yield becomes(f"{key}.env", f"{where}.dataset_name", "jsonl", "")
+    yield becomes(f"{key}.env", f"{where}.data_path", f"data/{name}.jsonl", why)
+    yield becomes(f"{key}.env", f"{where}.env.name", "custom", "")
+    yield becomes(f"{key}.env", f"{where}.env.reward_function", GRADED, "write it: see docs/guide.md")
+    yield lacks(f"{key}.env", f"the environment {environment!r} is not here; {GRADED} stands for its reward")
+    if entry.get("ratio") is not None:
+        yield becomes(f"{key}.ratio", f"{where}.weight", entry["ratio"], "shares hold exactly here, without a draw")
+    asked = entry.get("sampling")
+    for part, value in asked.items() if isinstance(asked, Mapping) else ():
+        if part == "stop" and value:
+            yield becomes(
+                f"{key}.sampling.stop", f"{where}.stop_strings", [value] if isinstance(value, str) else value, ""
+            )
+        elif part not in LIMITS and value is not None:
+            one = "the trainer scores the rows of all sources alike; set it for all under policy.generation"
+            yield lacks(f"{key}.sampling.{part}", one, must_decide=True)
+    for part in sorted(entry.keys() - {"name", "env", "ratio", "group_size", "sampling"}):
+        yield lacks(f"{key}.{part}", "a source has no such key here", must_decide=True)
+
+
+def _environment(entry: Mapping[str, Any]) -> str:
+    found = entry.get("env")
+    return str(found.get("id") or found.get("name") or "env") if isinstance(found, Mapping) else str(found or "env")
+
+
+def names_of(given: Sequence[str]) -> list[str]:
+    """Return a name that a section may have for each text, all different."""
+    found: list[str] = []
+    for number, text in enumerate(given):
+        name = re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-").lstrip("_-") or "data"
+        found.append(name if name not in found else f"{name}-{number}")
+    return found

@@ -5,7 +5,6 @@ Called by `sections`. Invariant: whatever decides prompts or rewards there is th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from nemo_rl.config.compose import find_path
 from nemo_rl.errors import ConfigError, boundary
 from nemo_rl.utils.files import read_plain_text
-from nemo_rl_tools.recipe_import.dialects import GAME
+from nemo_rl_tools.recipe_import.dialects import GAME, GRADED, names_of, no_held_out
 from nemo_rl_tools.recipe_import.keys import OFF, Fate, Given, KeyOutcome, becomes, lacks
 
 __all__ = ["convert_environments", "convert_prompts"]
@@ -24,7 +23,6 @@ PLAIN_PROCESSORS = ("math_hf_data_processor", "math_data_processor")
 """Processors that make the prompt's text, put into the template, the user's only message."""
 INPUT = "{input}"
 """Stands for the prompt in a template of ours."""
-GRADED = "my_rewards:score"
 MATH = "math"
 SHARED = ("prompt_file", "system_prompt_file", "env_name", "input_key", "output_key", "split", "processor", "seed")
 """Keys that older recipes have beside the data sets."""
@@ -84,10 +82,7 @@ def convert_prompts(given: Given) -> Iterator[KeyOutcome]:
     for source in held_out:
         yield from _dataset(given, source, part="validation")
     if not held_out:
-        why = "the recipe has no validation prompts"
-        yield becomes("data.validation", "data.validation", None, why)
-        for name, off in (("val_period", 0), ("val_at_start", False), ("val_at_end", False)):
-            yield becomes(f"grpo.{name}" if given.has(f"grpo.{name}") else "", f"grpo.{name}", off, why)
+        yield from no_held_out(given)
     yield from _reward(train[0], "env")
     for source in (*train[1:], *held_out):
         if source.environment != train[0].environment:
@@ -165,12 +160,12 @@ def _where(part: str, name: str, number: int, count: int) -> str:
 
 def _names_of(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a name for each data set, all different."""
-    found: list[str] = []
-    for number, own in enumerate(entries):
-        given = str(own.get("name") or own.get("dataset_name") or Path(str(own.get("data_path") or "data")).stem)
-        name = re.sub(r"[^A-Za-z0-9_-]+", "-", given).strip("-") or "data"
-        found.append(name if name not in found else f"{name}-{number}")
-    return found
+    return names_of(
+        [
+            str(own.get("name") or own.get("dataset_name") or Path(str(own.get("data_path") or "data")).stem)
+            for own in entries
+        ]
+    )
 
 
 def _dataset(given: Given, source: PromptSource, *, part: str) -> Iterator[KeyOutcome]:

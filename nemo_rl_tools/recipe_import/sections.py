@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from nemo_rl.config.generation import VllmConfig
-from nemo_rl_tools.recipe_import.dialects import convert_adapters, convert_turns
+from nemo_rl_tools.recipe_import.dialects import convert_adapters, convert_sources, convert_turns
 from nemo_rl_tools.recipe_import.keys import Fate, Given, KeyOutcome, becomes, lacks
 from nemo_rl_tools.recipe_import.prompts import convert_environments, convert_prompts
 
@@ -392,7 +392,7 @@ def _without_a_key(given: Given) -> Iterator[KeyOutcome]:
 
 CONVERSIONS: tuple[Callable[[Given], Iterator[KeyOutcome]], ...] = (
     *(_without_a_key, _lengths, convert_prompts, convert_environments, _validation, _estimator, _loss),
-    *(_clip, _tokenizer, _caps, _engines, _placement, _async, _store, convert_turns, convert_adapters),
+    *(_clip, _tokenizer, _caps, _engines, _placement, _async, _store, convert_turns, convert_adapters, convert_sources),
 )
 
 

@@ -516,3 +516,61 @@ def test_the_name_of_a_file_stays_in_its_comment(name: str, tmp_path: Path) -> N
 def test_what_is_written_reads_the_same(values: dict[str, Any]) -> None:
     if all(text_problem(text) is None for pair in values.items() for text in pair if isinstance(text, str)):
         assert parse_yaml(yaml_line(values)) == values
+
+
+def test_lists_of_files_of_verl_become_sources_that_are_drawn_by_size(tmp_path: Path) -> None:
+    files = ["data/gsm8k/train.parquet", "data/math/train.parquet", "data/extra.jsonl"]
+    data = {
+        "train_files": files,
+        "val_files": ["data/gsm8k/test.parquet", "data/aime.parquet"],
+        "prompt_key": "messages",
+    }
+    base = {name: section for name, section in SMALL.items() if name != "data"}
+    imported = import_recipe(write(tmp_path, {**base, "data": data}))
+    config = loaded(tmp_path, imported).data
+    assert {name: str(source.data_path) for name, source in config.train.named.items()} == dict(
+        zip(["gsm8k", "math", "extra"], files, strict=True)
+    )
+    assert [source.dataset_name for source in config.train.named.values()] == ["huggingface"] * 2 + ["jsonl"]
+    assert {source.input_key for source in config.sections.values()} == {"messages"}
+    assert {source.output_key for source in config.sections.values()} == {"reward_model.ground_truth"}
+    assert config.mixture.by == "size" and list(config.held_out) == ["validation", "aime"]
+    assert Fate.NOT_SUPPORTED in fates_of(imported, "data.train_files"), "the reward by data_source is named"
+    one = loaded(tmp_path, import_recipe(write(tmp_path, {**base, "data": {"train_files": files[0]}})))
+    assert str(one.data.train.data_path) == files[0] and one.data.validation is None and one.grpo.val_period == 0
+
+
+def test_sources_of_prime_rl_keep_names_shares_group_sizes_and_limits(tmp_path: Path) -> None:
+    text = """
+[model]
+name = "m"
+[orchestrator]
+group_size = 8
+[[orchestrator.train.source]]
+name = "math"
+ratio = 3.0
+env = {id = "org/math-env"}
+sampling = {stop = ["###"], temperature = 0.7}
+[[orchestrator.train.source]]
+name = "code"
+env = {id = "code-env"}
+group_size = 4
+sampling = {max_completion_tokens = 64}
+algo = {type = "sft"}
+[[orchestrator.train.source]]
+env = {id = "org/math-env"}
+sampling = {max_completion_tokens = 32}
+"""
+    (tmp_path / "rl.toml").write_text(text)
+    imported = import_recipe(tmp_path / "rl.toml")
+    train, grpo = imported.tree["data"]["train"], imported.tree["grpo"]
+    assert set(train) == {"math", "code", "org-math-env"}
+    assert grpo["num_generations_per_prompt"] == 8 and train["code"]["num_generations_per_prompt"] == 4
+    assert "num_generations_per_prompt" not in train["math"] and train["math"]["weight"] == 3.0
+    assert imported.tree["policy"]["generation"]["max_new_tokens"] == 64
+    assert train["org-math-env"]["max_new_tokens"] == 32 and train["math"]["stop_strings"] == ["###"]
+    assert train["code"]["env"] == {"name": "custom", "reward_function": "my_rewards:score"}
+    named = {outcome.key for outcome in imported.of(Fate.NOT_SUPPORTED)}
+    source = "orchestrator.train.source"
+    assert {f"{source}.0.sampling.temperature", f"{source}.1.algo", f"{source}.0.env"} <= named
+    assert any(f"{source}.1.algo" in problem for problem in imported.problems)
