@@ -23,6 +23,7 @@ __all__ = [
     "counted_part",
     "group_indices",
     "group_statistics",
+    "has_equal_parts",
 ]
 
 
@@ -113,6 +114,13 @@ def counted_part(rows: SampleStats, name: str) -> tuple[torch.Tensor, torch.Tens
     # A row without any component was not scored in time.
     is_late_N = torch.stack([torch.from_numpy(part).isnan() for part in rows.components.values()]).all(dim=0)
     return part_N.nan_to_num(nan=0.0), ~part_N.isnan() | is_late_N
+
+
+def has_equal_parts(rows: SampleStats, name: str, stats: GroupStats) -> torch.Tensor:
+    """Return `[N]` bool: a component of the reward is equal in all rows of the row's group in which it counts."""
+    part_N, counts_N = counted_part(rows, name)
+    own = stats.of_some(part_N[counts_N], counts_N)
+    return ~torch.isin(stats.row_group, own.row_group[~own.row_is_zero_variance])
 
 
 def group_indices(uids: Sequence[Hashable]) -> torch.Tensor:

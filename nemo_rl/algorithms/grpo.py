@@ -20,9 +20,9 @@ from nemo_rl.algorithms.advantage_estimator import (
     AdvantageEstimator,
     GroupStats,
     UsesRows,
-    counted_part,
     group_indices,
     group_statistics,
+    has_equal_parts,
 )
 from nemo_rl.config.grpo import GRPOConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_rl.config.parts import ADVANTAGE_ESTIMATORS
@@ -311,9 +311,7 @@ def rows_of_zero_variance_groups(sample_stats: SampleStats, stats: GroupStats, c
         weights = config.adv_estimator.component_weights
         for name in sample_stats.components:
             if weights.get(name, 1.0) != 0:
-                part_N, counts_N = counted_part(sample_stats, name)
-                own = stats.of_some(part_N[counts_N], counts_N)
-                is_equal_N = is_equal_N & ~torch.isin(stats.row_group, own.row_group[~own.row_is_zero_variance])
+                is_equal_N = is_equal_N & has_equal_parts(sample_stats, name, stats)
     return is_equal_N
 
 

@@ -189,7 +189,7 @@ class ScorerPool:
             return [ScoreOutcome(error=f"ended its process: {error}")] * len(items)
         if "error" in reply:
             return [ScoreOutcome(error=_cause(reply))] * len(items)
-        outcomes = _outcomes(reply["scores"], len(items), keeps_none=self._spec.keeps_none)
+        outcomes = (_partial_outcomes if self._spec.keeps_none else _outcomes)(reply["scores"], len(items))
         if outcomes is None:
             self._drop(process)
             cause = f"sent {shown(reply['scores'])}, expected {len(items)} finite scores"
@@ -245,21 +245,27 @@ def _cause(reply: Mapping[str, object]) -> str:
     return f"raised {reply['error']}{reply.get('places') or ''}" if "kind" in reply else str(reply["error"])
 
 
-def _outcomes(scores: Sequence[object], count: int, *, keeps_none: bool) -> list[ScoreOutcome] | None:
+def _outcomes(scores: Sequence[object], count: int) -> list[ScoreOutcome] | None:
     """Return the outcomes of a call; None where user code has changed what its process says."""
-    number = _number_or_nan if keeps_none else finite
     try:
-        found = [
-            plain_parts(score, keeps_none=keeps_none) if isinstance(score, dict) else number(score) for score in scores
-        ]
+        found = [plain_parts(score) if isinstance(score, dict) else finite(score) for score in scores]
     except MalformedReply:
         return None
     outcomes = [ScoreOutcome(score=score) for score in found if score is not None]
     return outcomes if len(outcomes) == len(found) == count else None
 
 
-def _number_or_nan(score: object) -> float | None:
-    return math.nan if score is None else finite(score)
+def _partial_outcomes(scores: Sequence[object], count: int) -> list[ScoreOutcome] | None:
+    """Return what `_outcomes` does; scores that are None, and parts that are, are NaN."""
+    numbers = _outcomes([0.0 if score is None or isinstance(score, dict) else score for score in scores], count)
+    try:
+        parts = [plain_parts(score, keeps_none=True) if isinstance(score, dict) else math.nan for score in scores]
+    except MalformedReply:
+        return None
+    return numbers and [
+        ScoreOutcome(score=part) if score is None or isinstance(score, dict) else outcome
+        for score, part, outcome in zip(scores, parts, numbers, strict=True)
+    ]
 
 
 class ScorerProcess(UserProcess):

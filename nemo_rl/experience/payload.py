@@ -172,7 +172,7 @@ class SampleStats:
 
     def concat(self, *others: SampleStats) -> SampleStats:
         """Rows of this one, then those of the others, also of other steps; a component that some lack is NaN there."""
-        parts = (self, *others)
+        parts, about = (self, *others), [other.conversations for other in others]
         names = dict.fromkeys(name for part in parts for name in part.components)
         return replace(
             self,
@@ -180,9 +180,7 @@ class SampleStats:
             truncated=np.concatenate([part.truncated for part in parts]),
             response_lengths=np.concatenate([part.response_lengths for part in parts]),
             components={name: np.concatenate([part._component(name) for part in parts]) for name in names},
-            conversations=None
-            if self.conversations is None
-            else self.conversations.concat(*(part.conversations for part in others if part.conversations is not None)),
+            conversations=self.conversations and self.conversations.concat(*filter(None, about)),
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -302,9 +302,7 @@ class RolloutWorker:
             with_routes=replay.records_at_rollout,
             with_support=self._spec.policy.generation.record_support,
             names=tuple(group.name for group in groups) if self._spec.grpo.samples_ahead else (),
-            keys=tuple(keys_of_groups([group.uid for group in groups], own.group_size))
-            if self._spec.names_rows
-            else (),
+            keys=tuple(keys_of_groups([each.uid for each in groups], own.group_size)) if self._spec.names_rows else (),
             images=self._pictures.of([self._train[group.prompt] for group in groups]),
         )
         stream = self._stream(request, engine, share)

@@ -387,25 +387,28 @@ def _cuts(ends: Sequence[float], shares: Sequence[float]) -> list[int]:
 
 
 def at_once(streams: Sequence[Iterator[_T]]) -> Iterator[_T]:
-    """Yield what the streams yield, as it comes; each has a thread. Raises the first error of one."""
-    found: SimpleQueue[tuple[_T] | Exception | None] = SimpleQueue()
+    """Yield what the streams yield, as it comes; each has a thread. Raises the first error once all have ended, so that
+    nothing goes on unseen."""
+    found: SimpleQueue[tuple[_T] | None] = SimpleQueue()
+    failures: list[Exception] = []
 
     def serve(stream: Iterator[_T]) -> None:
         try:
             for item in stream:
                 found.put((item,))
-            found.put(None)
         except Exception as error:  # noqa: BLE001 - raised by the caller's thread
-            found.put(error)
+            failures.append(error)
+        finally:
+            found.put(None)
 
     for stream in streams:
         Thread(target=serve, args=(stream,), name="rollout of a kind", daemon=True).start()
     left = len(streams)
     while left:
         item = found.get()
-        if isinstance(item, Exception):
-            raise item
         if item is None:
             left -= 1
         else:
             yield item[0]
+    if failures:
+        raise failures[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 
 from nemo_rl.distributed.worker_groups import LocalWorkerGroup, WorkerFleet
 from nemo_rl.errors import NonFiniteError, WorkerLost
-from nemo_rl.experience.scheduler import EngineScheduler, _cuts, expected_work, split_request
+from nemo_rl.experience.scheduler import EngineScheduler, _cuts, at_once, expected_work, split_request
 from nemo_rl.models.generation.interfaces import GenerationOutput, GenerationRequest, GroupSamples, SamplingParams
 from nemo_rl.utils.metrics import Sum, merge_metrics
 from nemo_rl.utils.metrics import values as reduced
@@ -197,3 +198,28 @@ def test_samples_can_be_taken_apart_and_put_together():
     assert samples.without(()) is samples and samples.without((6, 9)) is None
     rest = samples.without((6,))
     assert rest is not None and rest.groups == (9,) and rest.output.token_ids.tolist() == [7, 7, 7, 8, 8, 8]
+
+
+def test_streams_run_at_once_and_an_error_waits_for_the_others() -> None:
+    gate = threading.Event()
+
+    def failing() -> Iterator[int]:
+        yield 1
+        gate.set()
+        raise ValueError("the first")
+
+    def waiting() -> Iterator[int]:
+        assert gate.wait(20), "the other stream does not run meanwhile"
+        yield from (2, 3)
+
+    assert list(at_once([iter([4]), iter([])])) == [4]
+    found = at_once([waiting(), failing()])
+    assert sorted([next(found), next(found), next(found)]) == [1, 2, 3]
+    with pytest.raises(ValueError, match="the first"):
+        next(found)
+
+
+def test_a_prompt_of_shorter_responses_is_less_work() -> None:
+    asked = replace(request_of([1] * 8, most=100), limits=(100, 100, 10, 10, 10, 10, 10, 10))
+    first, *_ = split_request(asked, num_engines=2, batch_rows=1)
+    assert len(first.prompt_ids) == 1 and first.limits == (100,)
