@@ -293,7 +293,10 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "rule_fixed_microbatches_divide": [
         ((*FIXED, "policy.train_micro_batch_size=3"), "expected a multiple of 6"),
-        ((*FIXED, *SMALL_GROUP), "policy.dynamic_batching.enabled: false and no packing of rows"),
+        (
+            (*FIXED, "policy.train_micro_batch_size=2", *SMALL_GROUP),
+            "policy.dynamic_batching.enabled: false and no packing of rows",
+        ),
     ],
     "rule_step_divides_into_global_batches": [
         (("policy.train_global_batch_size=300",), "grpo.num_prompts_per_step x num_generations_per_prompt = 1024")

@@ -381,7 +381,7 @@ def test_prompts_of_a_section_show_the_tools_that_it_names() -> None:
     cfg = DataConfig.model_validate({"train": train, "max_input_seq_length": 4096})
     sets = build_prompt_sets(cfg, tokenizer, tools=schemas)
     shown = {
-        where.rpartition(".")[2]: [name for name in ("calculator", "python") if f'"{name}"' in text]
+        where.rpartition(".")[2]: [name for name in ("calculator", "python") if f"{name}(" in text]
         for where, found in sets.items()
         for text in [tokenizer.decode(list(found.prompts[0].ids))]
     }

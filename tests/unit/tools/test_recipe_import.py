@@ -525,7 +525,8 @@ def test_lists_of_files_of_verl_become_sources_that_are_drawn_by_size(tmp_path: 
         "val_files": ["data/gsm8k/test.parquet", "data/aime.parquet"],
         "prompt_key": "messages",
     }
-    base = {name: section for name, section in SMALL.items() if name != "data"}
+    longer = merged({"policy": {"max_total_sequence_length": 2048}})
+    base = {name: section for name, section in longer.items() if name != "data"}
     imported = import_recipe(write(tmp_path, {**base, "data": data}))
     config = loaded(tmp_path, imported).data
     assert {name: str(source.data_path) for name, source in config.train.named.items()} == dict(
