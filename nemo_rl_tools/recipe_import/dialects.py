@@ -453,8 +453,7 @@ def _verl_files(given: Given, part: str, key: str, files: Sequence[str]) -> Iter
 
 def _prime_sources(given: Given, entries: Sequence[Mapping[str, Any]]) -> Iterator[KeyOutcome]:
     """Convert sources with their shares, group sizes and limits; those of the recipe are the largest of all."""
-    sampling = [entry.get("sampling") if isinstance(entry.get("sampling"), Mapping) else {} for entry in entries]
-    limits = [next((asked[name] for name in LIMITS if asked.get(name) is not None), None) for asked in sampling]
+    limits = [next((value for name, value in _sampling(entry).items() if name in LIMITS), None) for entry in entries]
     sizes = [entry.get("group_size") for entry in entries]
     names = names_of([str(entry.get("name") or _environment(entry)) for entry in entries])
     own = {"grpo.num_generations_per_prompt": sizes, "policy.generation.max_new_tokens": limits}
@@ -484,8 +483,7 @@ def _prime_source(key: str, where: str, name: str, entry: Mapping[str, Any]) -> 
     yield lacks(f"{key}.env", f"the environment {environment!r} is not here; {GRADED} stands for its reward")
     if entry.get("ratio") is not None:
         yield becomes(f"{key}.ratio", f"{where}.weight", entry["ratio"], "shares hold exactly here, without a draw")
-    asked = entry.get("sampling")
-    for part, value in asked.items() if isinstance(asked, Mapping) else ():
+    for part, value in _sampling(entry).items():
         if part == "stop" and value:
             yield becomes(
                 f"{key}.sampling.stop", f"{where}.stop_strings", [value] if isinstance(value, str) else value, ""
@@ -495,6 +493,11 @@ def _prime_source(key: str, where: str, name: str, entry: Mapping[str, Any]) -> 
             yield lacks(f"{key}.sampling.{part}", one, must_decide=True)
     for part in sorted(entry.keys() - {"name", "env", "ratio", "group_size", "sampling"}):
         yield lacks(f"{key}.{part}", "a source has no such key here", must_decide=True)
+
+
+def _sampling(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = entry.get("sampling")
+    return found if isinstance(found, Mapping) else {}
 
 
 def _environment(entry: Mapping[str, Any]) -> str:
