@@ -343,20 +343,15 @@ def split_request(request: GenerationRequest, *, num_engines: int, batch_rows: i
     """
     group = request.group_size
     limits = request.limits or repeat(None)
-    work = (expected_work(prompt, request, limit) for prompt, limit in zip(request.prompt_ids, limits, strict=False))
-    ends = list(accumulate(work, initial=0.0))
+    ends = list(accumulate(map(expected_work, request.prompt_ids, repeat(request), limits), initial=0.0))
     least = max(1, batch_rows // max(1, group)) * ends[-1] / max(1, len(request.prompt_ids))
     cuts = _cuts(ends, _shares(ends[-1], num_engines=num_engines, least=least))
     return [request.of_groups(range(start, stop)) for start, stop in pairwise(cuts)] or [request]
 
 
 def expected_work(prompt: Sequence[int], request: GenerationRequest, limit: int | None = None) -> float:
-    """Tokens of the forward passes of a prompt's group, if its responses get half as long as they may.
-
-    A prompt is read once for its group; every token of a response is a pass of its own.
-
-    Args:
-        limit: most tokens of a response; None: those of the request.
+    """Tokens of the forward passes of a prompt's group, if its responses get half as long as they may (`limit`; None:
+    as the request says). A prompt is read once for its group; every token of a response is a pass of its own.
     """
     return len(prompt) + request.group_size * (limit or request.sampling.max_new_tokens) / 2
 
