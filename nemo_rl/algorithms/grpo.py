@@ -376,8 +376,8 @@ def select_train_rows(
 def _optimizer_steps(scored: ScoredRows, size: int) -> list[list[int]]:
     """Return the rows of each optimizer step: `size` rows, or all rows of `size` conversations."""
     if scored.conversations is None:
-        num_rows = len(scored.sample_mask)
-        return [list(range(start, min(start + size, num_rows))) for start in range(0, num_rows, size)]
+        rows = range(len(scored.sample_mask))
+        return [list(rows[start : start + size]) for start in rows[::size]]
     steps: dict[int, list[int]] = {}
     for row, number in enumerate(scored.conversations.tolist()):
         steps.setdefault(number // size, []).append(row)

@@ -185,33 +185,32 @@ class KVBatchMeta(Counted):
     def subset(self, indices: Iterable[int]) -> KVBatchMeta:
         """Return the rows at `indices`, in that order; the pack plan is cleared."""
         picked = [int(i) for i in indices]
-        if picked and not (min(picked) >= 0 and max(picked) < len(self.keys)):
-            outside = [i for i in picked if not 0 <= i < len(self.keys)]
-            raise SchemaMismatch(f"subset: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
-        if len(set(picked)) < len(picked):
-            twice = [self.keys[row] for row, count in Counter(picked).items() if count > 1]
-            raise SchemaMismatch(f"partition {self.partition_id!r}: duplicate keys: {name_some(twice)}")
+        if picked and (min(picked) < 0 or max(picked) >= len(self.keys) or len(set(picked)) < len(picked)):
+            raise self._no_rows(picked)
         return self._picked(picked, pack=None)
+
+    def _no_rows(self, picked: Sequence[int]) -> SchemaMismatch:
+        outside = [i for i in picked if not 0 <= i < len(self.keys)]
+        if outside:
+            return SchemaMismatch(f"subset: rows {name_some(outside)} are outside 0..{len(self.keys) - 1}")
+        twice = [self.keys[row] for row, count in Counter(picked).items() if count > 1]
+        return SchemaMismatch(f"partition {self.partition_id!r}: duplicate keys: {name_some(twice)}")
 
     def _picked(self, picked: Sequence[int], *, pack: PackPlan | None) -> KVBatchMeta:
         """Return the rows at `picked`, which are there and none of them twice, in that order, with another plan."""
-        of_rows = picker(picked)
+        of_rows, versions = picker(picked), self.versions.items()
         changed: dict[str, object] = {
             "keys": of_rows(self.keys),
-            "sequence_lengths": None if self.sequence_lengths is None else of_rows(self.sequence_lengths),
+            "sequence_lengths": self.sequence_lengths and of_rows(self.sequence_lengths),
             "tags": None if (tags := self._tag_table()) is None else tags.pick(picked),
-            "claims": None if self.claims is None else of_rows(self.claims),
+            "versions": MappingProxyType(
+                {f: v if isinstance(v, int) else _one_or_all(of_rows(v)) for f, v in versions}
+            ),
+            "claims": self.claims and of_rows(self.claims),
             "pack": pack,
+            "extra_info": MappingProxyType(checked_info(self.extra_info, self.partition_id)),
             "_packed": [],
         }
-        if not all(isinstance(version, int) for version in self.versions.values()):
-            rows = {
-                family: version if isinstance(version, int) else one_or_all(of_rows(version))
-                for family, version in self.versions.items()
-            }
-            changed["versions"] = MappingProxyType(rows)
-        if self.extra_info:
-            changed["extra_info"] = MappingProxyType(checked_info(self.extra_info, f"partition {self.partition_id!r}"))
         # A part of what was checked: to check it once more would take most of the time.
         part = object.__new__(KVBatchMeta)
         for name in _FIELDS:
@@ -246,10 +245,7 @@ class KVBatchMeta(Counted):
             tags=None
             if (tags := first._tag_table()) is None
             else tags.join([t for p in parts[1:] if (t := p._tag_table()) is not None]),
-            versions={
-                family: tuple(chain.from_iterable(p._versions_by_row(family) for p in parts))
-                for family in first.versions
-            },
+            versions={f: tuple(chain.from_iterable(p._versions_by_row(f) for p in parts)) for f in first.versions},
             claims=_join([p.claims for p in parts]),
             pack=None,
             extra_info=join_info([p.extra_info for p in parts]),
@@ -316,7 +312,7 @@ class KVBatchMeta(Counted):
         if isinstance(version, int):
             return version
         self._check_aligned(f"versions of family {family!r}", len(version))
-        return one_or_all(tuple(version))
+        return version[0] if len(set(version)) == 1 else tuple(version)
 
     def _tag_table(self) -> TagTable | None:
         return self.tags  # type: ignore[return-value]  # made one in __post_init__
@@ -362,7 +358,7 @@ def _join(parts: Sequence[tuple[_T, ...] | None]) -> tuple[_T, ...] | None:
     return None if parts[0] is None else tuple(chain.from_iterable(part or () for part in parts))
 
 
-def one_or_all(versions: tuple[int, ...]) -> Version:
+def _one_or_all(versions: tuple[int, ...]) -> Version:
     """Return the number that all rows have, or one for each of them."""
     return versions[0] if len(set(versions)) == 1 else versions
 

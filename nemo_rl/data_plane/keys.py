@@ -67,8 +67,7 @@ def group_uid(key: str) -> str:
 
 
 def group_uids(keys: Iterable[str]) -> tuple[str, ...]:
-    """Return `group_uid` of each key."""
-    # Without a mark the last part is the whole key.
+    """Return `group_uid` of each key: the last part of one without a mark is all of it."""
     return tuple([uid if mark else rest for uid, mark, rest in [key.rpartition(MARK) for key in keys]])
 
 

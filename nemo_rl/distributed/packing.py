@@ -389,7 +389,6 @@ class _Planner:
         self._num_ranks, self._order = dp_world, microbatch_order
         self._bins_unit = dp_world * multiple_of
         self._global_batch_size, self._keys = global_batch_size, keys
-        # By distinct values, which are few: a step may have a million rows.
         size_of = {length: round_up(max(length, 1), pad_multiple) for length in set(lengths)}
         self._sizes = list(map(size_of.__getitem__, lengths))
         cost_of = {size: cost[0] * size + cost[1] * size * size for size in set(size_of.values())}

@@ -1,8 +1,8 @@
 """The child side of processes that run user code: a guard, limits, and the loading of a target by name.
 
-Used by the processes of rewards (`scorer_child`) and of environments and tools (`zygote_child`); standard library only,
-so that they start at once. A guard is the parent of everything that user code starts: it ends all of it when its owner
-asks for it or dies.
+Used by the processes of rewards (`session_rewards`) and of environments and tools (`zygote_child`); standard library
+only, so that they start at once. A guard is the parent of everything that user code starts: it ends all of it when its
+owner asks for it or dies.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.config.data import DataConfig, History
+from nemo_rl.config.data import DataConfig, History, SourceConfig
 from nemo_rl.config.env import EnvConfig, ExperienceConfig
 from nemo_rl.config.generation import GenerationConfig
 from nemo_rl.config.grpo import GRPOConfig
@@ -223,13 +223,18 @@ def sampling_of_sources(
     plain = SourceSampling(group_size=group_size, sampling=sampling)
     found, limits = dict.fromkeys(data.sources, plain), dict.fromkeys(data.sources, sampling.max_new_tokens)
     for name, source in data.train.named.items():
-        where, stops = data.train_key(name), source.stop_strings
-        found[where] = SourceSampling(
-            group_size=source.num_generations_per_prompt or group_size,
-            sampling=sampling if stops is None else replace(sampling, stop_strings=tuple(stops)),
-        )
-        limits[where] = source.max_new_tokens or sampling.max_new_tokens
+        where = data.train_key(name)
+        found[where], limits[where] = _of_source(source, plain)
     return found, limits
+
+
+def _of_source(source: SourceConfig, plain: SourceSampling) -> tuple[SourceSampling, int]:
+    stops, sampling = source.stop_strings, plain.sampling
+    own = SourceSampling(
+        group_size=source.num_generations_per_prompt or plain.group_size,
+        sampling=sampling if stops is None else replace(sampling, stop_strings=tuple(stops)),
+    )
+    return own, source.max_new_tokens or sampling.max_new_tokens
 
 
 def check_versions(output: GenerationOutput, version: int | None) -> None:

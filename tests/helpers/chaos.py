@@ -123,9 +123,14 @@ def _told(code: int | None, text: str, *, cause: str = "") -> str:
     problems = [line for line in text.splitlines() if line.startswith("left: ")][:1]
     if "Traceback (most recent" in text:
         problems.append("a traceback")
-    if cause and not re.search(cause, text[text.rfind("\nerror") :]):
+    if cause and not re.search(cause, _last_error(text)):
         problems.append("the cause is not named")
     return ", ".join([f"exit code {code}", *problems])
+
+
+def _last_error(text: str) -> str:
+    """Return the last error of an output with what follows it; the error may be its first line."""
+    return text[text.rfind("\nerror") + 1 :]
 
 
 def _plane_at_capacity(folder: Path, model: Path) -> str:
@@ -166,15 +171,11 @@ def _signals_of_a_shutdown(folder: Path, model: Path) -> str:
         own = folder / str(moment)
         settings = {**(LOCAL if moment % 4 else {"data_plane.impl": "ray"}), "grpo.max_num_steps": 100000}
         recipe, mark = write_recipe(own, model), uuid.uuid4().hex
+        os.environ[MARK] = mark
         with (own / "output.txt").open("w") as output:
-            process = subprocess.Popen(
-                _command(recipe, settings),
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark},
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            words = [f"{name}={value}" for name, value in settings.items()]
+            process = start_cli(recipe, *words, log=output)
+        del os.environ[MARK]
         try:
             give_up = time.monotonic() + RUN_S
             metrics = own / "logs" / METRICS_FILE
@@ -297,8 +298,8 @@ ROLES = {
     "storage": r"^ray::\S*StorageUnit",
     "raylet": r"/raylet/raylet ",
     "gcs": r"/gcs/gcs_server ",
-    "scorer": r"scorer_child",
-    "guard": r"scorer_child",
+    "scorer": r"session_rewards",
+    "guard": r"session_rewards",
     "forks": r"fork_server_process",
     "reaper": r"process_guard\.py \S+/r[a-z0-9_]+ $",
     "tools": r"-P -c import sys.*zygote_child",
@@ -529,7 +530,7 @@ def _outcome(
     if not problems and row.role != "driver":
         if code not in (1, 2):
             problems.append(f"exit code {code}")
-        if not re.search(NAMED[row.role], output[output.rfind("\nerror") :]):
+        if not re.search(NAMED[row.role], _last_error(output)):
             problems.append("the cause is not named")
     if "Traceback (most recent" in output:
         problems.append("a traceback")

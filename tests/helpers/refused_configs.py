@@ -380,3 +380,40 @@ REFUSED_REWARDS: Refused = {
     ],
 }
 """Refusals by the rules about validation, rewards, advantages and sampling."""
+
+SOURCES = (
+    "data.train.a={dataset_name: sort_digits, size: 50}",
+    "data.train.b={dataset_name: sort_digits, size: 60, seed: 9}",
+)
+SMALL_GROUP = (*SOURCES, "data.train.a.num_generations_per_prompt=2")
+
+REFUSED_SUPERVISED: Refused = {
+    "rule_supervised_training_reads_its_own_keys": [
+        (("sft.min_reward=0.5",), "sft.min_reward: 0.5 would be ignored, because sft.enabled is false"),
+        (("sft.enabled=true", "grpo.num_generations_per_prompt=3"), "grpo.num_generations_per_prompt: 3 would be"),
+        (("sft.enabled=true", "data.curriculum.window={}"), "data.curriculum.window: would be ignored, because sft"),
+        (("sft.enabled=true", "data.train.env={name: sort}"), "data.train.env"),
+        (("sft.enabled=true", "+sft.settings.grpo.seed=1"), "sft.settings: would be ignored"),
+        (("+sft.settings.grpo.seed=1",), "sft.settings: would be ignored"),
+        (("sft.enabled=true", *SMALL_GROUP), "data.train.a.num_generations_per_prompt: 2 would be ignored"),
+    ],
+    "rule_stages_are_one_or_both": [
+        (("stages=[grpo, sft]",), "stages: expected [grpo] or [sft, grpo], got [grpo, sft]"),
+        (("stages=[sft, grpo]", "sft.enabled=true"), "sft.enabled: true is supervised training alone"),
+        (("stages=[sft, grpo]", "policy.lora.enabled=true"), "policy.lora.enabled: a warm start with policy.lora"),
+        (("stages=[sft, grpo]", "+sft.settings.policy.model_name=m"), "sft.settings.policy.model_name: is the same"),
+        (
+            ("stages=[sft, grpo]", "+sft.settings.checkpointing.checkpoint_dir=s3://bucket/run"),
+            "sft.settings.checkpointing.checkpoint_dir: the second stage reads it as a folder",
+        ),
+    ],
+    "rule_supervised_training_has_text_and_a_template": [
+        (
+            ("sft.enabled=true", "data.train.apply_chat_template=false"),
+            "data.train.apply_chat_template: false with sft",
+        ),
+        (("sft.enabled=true", "data.train.image_key=picture"), "data.train.image_key: sft.enabled trains text alone"),
+        (("sft.enabled=true", "diagnostics.tracer.enabled=true"), "the live tracer does not follow sft.enabled yet"),
+    ],
+}
+"""Refusals by the rules about supervised training, alone and as a first stage."""

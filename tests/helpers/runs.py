@@ -130,9 +130,14 @@ def start_cli(recipe: Path, *overrides: str, log: IO[str] | int = subprocess.PIP
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        # A shell that runs the tests in the background ignores Ctrl-C, which its children inherit.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+        preexec_fn=_hear_signals,  # noqa: PLW1509
     )
+
+
+def _hear_signals() -> None:
+    """What runs the tests in the background may ignore Ctrl-C and hang-ups, which its children inherit."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def run_cli(recipe: Path, *overrides: str, timeout_s: float = 180.0) -> tuple[int, str]:

@@ -194,10 +194,7 @@ class TagTable(Sequence[Tags]):
 
 def picker(indices: Sequence[int]) -> Callable[[Sequence[_T]], tuple[_T, ...]]:
     """Return a function that takes the values at `indices` out of a sequence."""
-    if len(indices) < 2:
-        # `itemgetter` of one index gives no tuple.
-        return lambda values: tuple([values[i] for i in indices])
-    return itemgetter(*indices)
+    return itemgetter(*indices) if len(indices) > 1 else lambda values: tuple([values[i] for i in indices])
 
 
 def plain_column(name: str, values: object, *, where: str) -> list[TagValue]:

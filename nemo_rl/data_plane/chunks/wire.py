@@ -193,20 +193,18 @@ def _int_bytes(value: int) -> int:
 
 
 def _pack_keys(keys: Sequence[str]) -> Packed:
-    if not keys:
-        return ("keys", ())
-    of_rows, marks, digits = zip(*[key.rpartition(MARK) for key in keys], strict=True)
+    of_rows, marks, digits = zip(*[key.rpartition(MARK) for key in keys], strict=True) if keys else ((), (), ())
     # Few distinct ones: those of the rows of a group.
     indices = {each: index_of(each) for each in set(digits)}
-    if None in indices.values() or not all(marks):
+    if not keys or None in indices.values() or not all(marks):
         return ("keys", tuple(keys))
     uids = tuple(dict.fromkeys(of_rows))
     per_group, rest = divmod(len(keys), len(uids))
     if not rest and all(map(eq, keys, (key_of(uid, i) for uid in uids for i in range(per_group)))):
         return ("groups", uids, per_group)
     numbers = {uid: i for i, uid in enumerate(uids)}
-    places = [indices[each] or 0 for each in digits]
-    return ("rows", uids, _pack_ints(list(map(numbers.__getitem__, of_rows))), _pack_ints(places))
+    places = [[numbers[uid] for uid in of_rows], [indices[each] or 0 for each in digits]]
+    return ("rows", uids, *map(_pack_ints, places))
 
 
 def _unpack_keys(packed: Packed) -> tuple[str, ...]:

@@ -19,6 +19,9 @@ from tests.helpers.refused_configs import (
     REFUSED_CLUSTERS,
     REFUSED_LOSSES,
     REFUSED_REWARDS,
+    REFUSED_SUPERVISED,
+    SMALL_GROUP,
+    SOURCES,
 )
 from tests.helpers.refused_distillation import ACCEPTED_DISTILLATION, REFUSED_DISTILLATION
 from tests.helpers.refused_megatron import ACCEPTED_BY_MEGATRON, REFUSED_BY_MEGATRON
@@ -41,12 +44,6 @@ NO_LOGPROBS = "grpo.use_generation_logprobs_as_prev=true"
 FORCED_RATIO = ("grpo.use_generation_logprobs_as_prev=false", "loss_fn.force_on_policy_ratio=true")
 NAMES_OF_PARTS = ("loss_fn.name", "grpo.adv_estimator.name", "env.name", "policy.generation.backend", "data_plane.impl")
 
-SOURCES = (
-    "data.train.a={dataset_name: sort_digits, size: 50}",
-    "data.train.b={dataset_name: sort_digits, size: 60, seed: 9}",
-)
-
-SMALL_GROUP = (*SOURCES, "data.train.a.num_generations_per_prompt=2")
 CALCULATOR = ("experience.conversation.enabled=true", "env.tools.use=[{name: calculator}]")
 JUDGED = "env.judges={one: {base_url: 'http://localhost:1', model: m, rubric: x}}"
 GATED = "data.train.env={name: judge, gates: {one: 1}, judges: {one: {base_url: 'http://localhost:1', model: m}}}"
@@ -417,33 +414,6 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "data.curriculum.gates.b.after: b after a after b never opens",
         ),
     ],
-    "rule_supervised_training_reads_its_own_keys": [
-        (("sft.min_reward=0.5",), "sft.min_reward: 0.5 would be ignored, because sft.enabled is false"),
-        (("sft.enabled=true", "grpo.num_generations_per_prompt=3"), "grpo.num_generations_per_prompt: 3 would be"),
-        (("sft.enabled=true", "data.curriculum.window={}"), "data.curriculum.window: would be ignored, because sft"),
-        (("sft.enabled=true", "data.train.env={name: sort}"), "data.train.env"),
-        (("sft.enabled=true", "+sft.settings.grpo.seed=1"), "sft.settings: would be ignored"),
-        (("+sft.settings.grpo.seed=1",), "sft.settings: would be ignored"),
-        (("sft.enabled=true", *SMALL_GROUP), "data.train.a.num_generations_per_prompt: 2 would be ignored"),
-    ],
-    "rule_stages_are_one_or_both": [
-        (("stages=[grpo, sft]",), "stages: expected [grpo] or [sft, grpo], got [grpo, sft]"),
-        (("stages=[sft, grpo]", "sft.enabled=true"), "sft.enabled: true is supervised training alone"),
-        (("stages=[sft, grpo]", "policy.lora.enabled=true"), "policy.lora.enabled: a warm start with policy.lora"),
-        (("stages=[sft, grpo]", "+sft.settings.policy.model_name=m"), "sft.settings.policy.model_name: is the same"),
-        (
-            ("stages=[sft, grpo]", "+sft.settings.checkpointing.checkpoint_dir=s3://bucket/run"),
-            "sft.settings.checkpointing.checkpoint_dir: the second stage reads it as a folder",
-        ),
-    ],
-    "rule_supervised_training_has_text_and_a_template": [
-        (
-            ("sft.enabled=true", "data.train.apply_chat_template=false"),
-            "data.train.apply_chat_template: false with sft",
-        ),
-        (("sft.enabled=true", "data.train.image_key=picture"), "data.train.image_key: sft.enabled trains text alone"),
-        (("sft.enabled=true", "diagnostics.tracer.enabled=true"), "the live tracer does not follow sft.enabled yet"),
-    ],
     "rule_custom_reward_needs_a_function": [
         (("env.name=custom",), "env.reward_function: must be set"),
         (("env.reward_function=a:b",), "env.reward_function: 'a:b' would be ignored"),
@@ -497,7 +467,15 @@ REFUSED: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
 }
 
-OF_THE_DEMO = REFUSED | REFUSED_CLUSTERS | REFUSED_LOSSES | REFUSED_REWARDS | REFUSED_ROLLOUTS | REFUSED_DISTILLATION
+OF_THE_DEMO = (
+    REFUSED
+    | REFUSED_SUPERVISED
+    | REFUSED_CLUSTERS
+    | REFUSED_LOSSES
+    | REFUSED_REWARDS
+    | REFUSED_ROLLOUTS
+    | REFUSED_DISTILLATION
+)
 CASES = [
     pytest.param(recipe, overrides, fragment, id=f"{rule}-{index}{suffix}")
     for recipe, table, suffix in ((DEMO, OF_THE_DEMO, ""), (MEGATRON_TP2, REFUSED_BY_MEGATRON, "-megatron"))
