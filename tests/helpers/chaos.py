@@ -323,8 +323,9 @@ NAMED = {
 """Pattern that the error must match, by role."""
 STAGES = {"rollout": '"event":"clear"', "train": '"event":"commit"'}
 """Event of the ledger that comes just before each stage."""
-STARTED_AGAIN = ("raylet", "gcs", "forks")
-"""A start of Ray that fails is repeated; without a fork server, workers start as Ray starts them."""
+STARTED_AGAIN = ("raylet", "gcs", "forks", "scorer", "guard")
+"""A start of Ray that fails is repeated; without a fork server, workers start as Ray starts them; processes in which
+a reward is tried before the run may just have done so."""
 NOT_MISSED = (("STOP", "guard"), ("STOP", "forks"), ("STOP", "reaper"), ("KILL", "reaper"))
 """Signals that stop no other process: the run goes on, and must end when it is told to."""
 ENDS = "ends in time, cause named, nothing left"
@@ -397,14 +398,17 @@ def find(role: str, mark: str) -> psutil.Process | None:
         try:
             if re.search(ROLES[role], " ".join(process.cmdline()) + " ") and _is_of_pair(role, process):
                 return process
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
+        except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
             continue
     return None
 
 
 def _is_of_pair(role: str, process: psutil.Process) -> bool:
-    """Return whether the process is the half of guard and scorer that the role names; other roles have no halves."""
-    return role not in ("guard", "scorer") or bool(process.children()) == (role == "guard")
+    """Return whether the process is the one of guard, remover and scorer that the role names; other roles are alone."""
+    if role == "scorer":
+        # Guard and remover lead sessions of their own.
+        return os.getsid(process.pid) != process.pid
+    return role != "guard" or bool(process.children())
 
 
 def hit(row: Row, folder: Path, model: Path) -> Outcome:
