@@ -238,7 +238,7 @@ learn-first: $(VENV)/.base $(STARTER)/config.json ## learning run: the recipe of
 	  print(f"mean reward of five steps: {first:.3f} at the start, {last:.3f} at the end of {len(r)}"); \
 	  sys.exit(len(r) > 10 and last < first + .2)'
 
-learn-curriculum: $(VENV)/.dev $(CHAIN_SUMS_STARTER)/config.json ## rows until chain sums of seven terms are solved, by a curriculum and without, for three seeds (an hour)
+learn-curriculum: $(VENV)/.dev $(CHAIN_SUMS_STARTER)/config.json ## rows until chain sums of seven terms are solved, by a curriculum and without, for three seeds (half an hour)
 	$(BIN)/python benchmarks/curriculum_learning.py --json results/curriculum_learning.json $(ARGS)
 
 LEARN_sort-tp2 := grpo_sort_tp2_cpu

@@ -326,7 +326,11 @@ STAGES = {"rollout": '"event":"clear"', "train": '"event":"commit"'}
 STARTED_AGAIN = ("raylet", "gcs", "forks", "scorer", "guard")
 """A start of Ray that fails is repeated; without a fork server, workers start as Ray starts them; processes in which
 a reward is tried before the run may just have done so."""
-NOT_MISSED = (("STOP", "guard"), ("STOP", "forks"), ("STOP", "reaper"), ("KILL", "reaper"))
+NOT_MISSED = (
+    *(("STOP", "guard"), ("STOP", "forks"), ("STOP", "reaper"), ("KILL", "reaper")),
+    # The ledger knows where rows are.
+    *(("STOP", "controller"), ("KILL", "controller")),
+)
 """Signals that stop no other process: the run goes on, and must end when it is told to."""
 ENDS = "ends in time, cause named, nothing left"
 OF_TRANSFER_QUEUE = ("controller", "storage")
