@@ -59,7 +59,8 @@ ASKS_A_FORGE = ' data-md-component="source"'
 COMMENT = re.compile(r"( *)(# )?")
 WIDTH = 80
 """Columns of the settings, so that a page shows whole lines."""
-SECTION = re.compile(r"^# ([^\n]+)\n([a-z_]+):$", re.MULTILINE)
+SECTION = re.compile(r"^# ([^\n]+(?:\n# [^\n]+)*)\n([a-z_]+:[^\n]*)$", re.MULTILINE)
+"""What a section is, which may take several lines, and its name; of a key without a section also its value."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -102,8 +103,10 @@ def on_post_build(config: MkDocsConfig) -> None:
 def settings_page(recipe: str) -> str:
     """Return the base recipe as a page with one heading for each of its sections."""
     head, *parts = SECTION.split(recipe)
-    sections = zip(parts[::3], parts[1::3], map(_narrow, parts[2::3]), strict=True)
-    shown = (f"## {name}\n\n{what}\n\n```yaml\n{name}:\n{body}\n```\n" for what, name, body in sections)
+    shown = []
+    for what, line, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        text, block = what.replace("\n# ", " "), f"{line}\n{_narrow(body)}".strip()
+        shown.append(f"## {line.partition(':')[0]}\n\n{text}\n\n```yaml\n{block}\n```\n")
     lines = " ".join(line.lstrip("# ") for line in head.splitlines()[1:])
     return "\n".join(["# Every setting\n", f"The keys of a recipe with their defaults. {lines}\n", *shown])
 
